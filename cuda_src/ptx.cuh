@@ -1,0 +1,164 @@
+// PTX instructions, one per function, named after the instruction. The only file with `asm`.
+#pragma once
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+// The 32-bit shared-memory address that the instructions below take.
+__device__ inline u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// tanh on the special function unit; C++'s tanhf is a software routine.
+__device__ inline float tanh_approx(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 2^x on the special function unit, subnormal results flushed.
+__device__ inline float ex2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1 / x on the special function unit, to an ulp; C++'s division takes ten instructions.
+__device__ inline float rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Two floats rounded to nearest even in one instruction; `low` sits at the lower address.
+__device__ inline u32 cvt_bf16x2(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// The same to float16, which without its header is not a C++ type.
+__device__ inline u32 cvt_f16x2(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// The float32 of a float16's bits.
+__device__ inline float cvt_f32_f16(u16 half) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(half));
+    return y;
+}
+
+// 16 bytes from global memory, read once: the read-only path, first to leave L1.
+__device__ inline uint4 ld_global_nc_v4(const void* pointer) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(pointer));
+    return v;
+}
+
+// Copies 16 bytes from global to shared memory without registers in between. Only the first
+// `source_bytes` (0 or 16) are read; the rest is filled with zeros.
+__device__ inline void cp_async_16(u32 target, const void* source, u32 source_bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+                 "r"(source_bytes)
+                 : "memory");
+}
+
+__device__ inline void cp_async_commit_group() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most `pending` of this thread's groups are still on their way.
+template <int pending>
+__device__ inline void cp_async_wait_group() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// Volatile keeps an ldmatrix behind the barrier before it; what it reads was always written before
+// one, so nothing else needs to stay in place.
+//
+// Four 8x8 matrices of 16-bit elements, one row address per lane: a row of matrix m from lane
+// 8m + row. Lane l receives elements (l/4, 2(l%4)) and (l/4, 2(l%4)+1) of each.
+__device__ inline void ldmatrix_x4(u32 (&frag)[4], u32 row_address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(frag[0]), "=r"(frag[1]), "=r"(frag[2]), "=r"(frag[3])
+                 : "r"(row_address));
+}
+
+// The same, each matrix transposed: lane l receives (2(l%4), l/4) and (2(l%4)+1, l/4).
+__device__ inline void ldmatrix_x4_trans(u32 (&frag)[4], u32 row_address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(frag[0]), "=r"(frag[1]), "=r"(frag[2]), "=r"(frag[3])
+                 : "r"(row_address));
+}
+
+// Transposes one 8x8 matrix of 16-bit elements that lies in a warp's registers.
+__device__ inline u32 movmatrix_trans(u32 matrix) {
+    u32 transposed;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(matrix));
+    return transposed;
+}
+
+// acc[16x8] += a[16x16] b[16x8], bf16 in, float32 accumulated.
+__device__ inline void mma_m16n8k16_bf16(float (&acc)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// acc[16x8] += a[16x8] b[8x8] on float32 bits whose lower 13 bits are zero (tf32).
+__device__ inline void mma_m16n8k8_tf32(float (&acc)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// A barrier of `threads` threads (a multiple of 32) out of the block; id 0 is __syncthreads.
+__device__ inline void bar_sync(u32 id, u32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ inline void mbarrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Arrives once; what this thread wrote to shared memory before is visible to those who wait.
+__device__ inline void mbarrier_arrive(u32 barrier) {
+    asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(barrier)
+                 : "memory");
+}
+
+// True once the phase of the given parity has completed.
+__device__ inline bool mbarrier_test_wait_parity(u32 barrier, u32 parity) {
+    u32 done;
+#if __CUDA_ARCH__ >= 900
+    // try_wait sleeps in hardware for a while before it says no; test_wait would burn issue slots.
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+#else
+    asm volatile(
+        "{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+#endif
+    return done != 0;
+}
+
+// The smaller of each half; NaN where either is NaN (C++'s min drops it).
+__device__ inline u32 min_nan_bf16x2(u32 a, u32 b) {
+    u32 smaller;
+    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
+    return smaller;
+}

@@ -1,0 +1,428 @@
+"""Any caller's array -> pointer, shape, strides, dtype, device; and the stream to launch on.
+
+torch, CuPy and NumPy are read directly, in about a microsecond an array, and only if the caller
+has imported them; every other library through DLPack, which takes several times as long.
+"""
+
+import functools
+import math
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cukda import dlpack
+from cukda.jit import import_cupy
+
+CPU = -1
+
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
+
+# (event, owners): DLPack memory in use by work that was launched and may not have run yet.
+_in_use: deque[tuple[object, list[object]]] = deque()
+
+
+# Frozen would say more, and take five times as long to make.
+@dataclass(slots=True, eq=False)
+class Array:
+    """A caller's array as a kernel needs it; not changed once made."""
+
+    name: str  # the parameter's name, for messages
+    pointer: int  # address of element 0
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    dtype: str  # "bfloat16", "float16", "float32", "int64", ...
+    device: int  # CUDA ordinal, or CPU
+    library: str  # "torch", "cupy", "numpy" or "dlpack"
+    writable: bool
+    owner: object  # what keeps the memory alive: the caller's array, or a dlpack.Loan
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes from element 0 to the end of a contiguous array of a dtype that kernels take."""
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Row-major without gaps. Strides of axes of length 1, and of empty arrays, are free."""
+        return _is_contiguous(self.shape, self.strides)
+
+
+def view(name: str, array: object, stream: object = None) -> Array:
+    """A caller's array, by whichever route its library offers; nothing is copied.
+
+    stream: as in launch_on; a DLPack producer on a GPU is told that its memory will be used there.
+    Errors: TypeError (no array, or none with plain strided memory), ValueError (a device that is
+    neither CPU nor CUDA, strides that are no multiple of the element size), ImportError (a DLPack
+    array on a GPU, and no CuPy).
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _view_torch(name, array, torch)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        strides = _in_elements(name, array.strides, array.itemsize)
+        dtype, data = _dtype_name(array.dtype), array.data
+        device = data.device_id
+        return Array(name, data.ptr, array.shape, strides, dtype, device, "cupy", True, array)
+    if isinstance(array, np.ndarray):
+        pointer, read_only = array.__array_interface__["data"]
+        strides = _in_elements(name, array.strides, array.itemsize)
+        dtype, writable = _dtype_name(array.dtype), not read_only
+        return Array(name, pointer, array.shape, strides, dtype, CPU, "numpy", writable, array)
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        return _view_dlpack(name, array, stream)
+    raise TypeError(
+        f"{name}: expected an array (torch, CuPy, NumPy or DLPack), got {type(array).__name__}"
+    )
+
+
+def check(
+    array: Array,
+    *,
+    dtypes: tuple[str, ...],
+    shape: tuple[int, ...],
+    device: int,
+    alignment: int = 1,
+    written: bool = False,
+) -> None:
+    """Refuse an array that a kernel could not take as it is. alignment is in bytes.
+
+    Errors: TypeError (dtype), then ValueError (shape, device, contiguity, alignment, read-only
+    when written), as `name: expected X, got Y`.
+    """
+    name = array.name
+    if array.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {' or '.join(dtypes)}, got {array.dtype}")
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
+    if array.device != device:
+        expected, got = device_name(device), device_name(array.device)
+        raise ValueError(f"{name}: expected device {expected}, got {got}")
+    if not _is_contiguous(shape, array.strides):
+        got = f"strides {array.strides} for shape {shape}"
+        raise ValueError(f"{name}: expected a contiguous array, got {got}")
+    if array.pointer % alignment and array.size:
+        got = f"{array.pointer:#x}, {array.pointer % alignment} past one"
+        raise ValueError(f"{name}: expected an address divisible by {alignment}, got {got}")
+    if written and not array.writable:
+        raise ValueError(f"{name}: expected a writable array, got a read-only one")
+
+
+def real(name: str, value: object) -> float:
+    """A real number as float: int, float, NumPy scalar or 0-d array on the CPU.
+
+    Errors: TypeError for anything else, bool and arrays on a GPU too; ValueError for an int
+    beyond the range of float.
+    """
+    if type(value) is float:
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{name}: expected a number in float's range, got {value}") from None
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    if not isinstance(value, np.ndarray) and not hasattr(value, "__dlpack__"):
+        raise TypeError(f"{name}: expected a real number, got {type(value).__name__}")
+    array = view(name, value)
+    if array.shape:
+        raise TypeError(f"{name}: expected a real number, got an array of shape {array.shape}")
+    if not array.dtype.startswith(("int", "uint", "float", "bfloat")):
+        raise TypeError(f"{name}: expected a real number, got {array.dtype}")
+    if array.device != CPU:
+        got = (
+            f"a 0-d array on {device_name(array.device)}, whose value only a synchronisation tells"
+        )
+        raise TypeError(f"{name}: expected a real number on the CPU, got {got}")
+    return float(to_numpy(array))
+
+
+def empty_like(array: Array, stream: object = None) -> object:
+    """A new contiguous array of array's shape, dtype and device, in the caller's library.
+
+    stream: as in launch_on. The memory comes from the library's current stream, so a stream given
+    here first waits for that one.
+    Errors: ValueError that names `out` when a DLPack library has no array API to allocate with.
+    """
+    if array.library == "numpy":
+        return np.empty(array.shape, _numpy_dtype(array.dtype))
+    if array.library == "dlpack":
+        return _empty_dlpack(array)
+    if array.library == "torch":
+        torch = sys.modules["torch"]
+        dtype = getattr(torch, array.dtype)
+        new = torch.empty(array.shape, dtype=dtype, device=array.owner.device)
+    else:
+        cupy = import_cupy()
+        with cupy.cuda.Device(array.device):
+            new = cupy.empty(array.shape, _numpy_dtype(array.dtype))
+    if stream is not None and array.device != CPU:
+        pointer = _stream_pointer(stream, array.device)
+        with import_cupy().cuda.Device(array.device):
+            _wait_before(pointer, {_current_stream(array.library, array.device)} - {pointer})
+    return new
+
+
+def to_numpy(array: Array) -> np.ndarray:
+    """The same memory as a NumPy array, bfloat16 as ml_dtypes.bfloat16. CPU arrays only."""
+    if array.library == "numpy":
+        return array.owner
+    return np.asarray(_Memory(array)).view(_numpy_dtype(array.dtype))
+
+
+def device_name(device: int) -> str:
+    """ "cpu" or "cuda:1", as messages say it."""
+    return "cpu" if device == CPU else f"cuda:{device}"
+
+
+class launch_on:
+    """with launch_on(arrays, stream) as pointer: launch kernels on that stream pointer.
+
+    Inside, the device of the arrays (all on one) is current; afterwards the former one is again.
+    The stream is the current one of the first array's library: torch's for torch, CuPy's for all
+    others. When other arrays' libraries have another current stream, ours waits for it before, and
+    it for ours after. A stream given instead is used as it is, and its order against the current
+    streams is the caller's: a pointer, a torch or CuPy stream, anything with `__cuda_stream__`.
+
+    Nothing waits on the host, and memory that the caller drops right afterwards stays valid until
+    the work is done. torch and CuPy arrays on their own current stream cost no event, so that a
+    graph can be captured; capturing with arrays whose libraries have different current streams is
+    a ValueError, since nothing outside a graph can be waited for from inside.
+
+    Errors: TypeError or ValueError for a stream that is none or of another device; ImportError
+    without CuPy.
+    """
+
+    __slots__ = ("_arrays", "_device", "_kept", "_others", "_pointer", "_previous", "_stream")
+
+    def __init__(self, arrays: Sequence[Array], stream: object = None):
+        self._arrays = arrays
+        self._stream = stream
+
+    def __enter__(self) -> int:
+        runtime = import_cupy().cuda.runtime
+        self._device = self._arrays[0].device
+        self._previous = runtime.getDevice()
+        if self._device != self._previous:
+            runtime.setDevice(self._device)
+        try:
+            self._order()
+        except BaseException:
+            self._restore_device()
+            raise
+        return self._pointer
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            if kind is None:
+                for other in self._others:
+                    _wait(other, self._pointer)
+                if self._kept:
+                    self._keep_in_use()
+        finally:
+            self._restore_device()
+
+    def _order(self) -> None:
+        """Choose the stream, wait for the others, see what memory outlives the call."""
+        device, stream = self._device, self._stream
+        libraries = {array.library for array in self._arrays}
+        current = {library: _current_stream(library, device) for library in libraries}
+        self._kept = []
+        if stream is None:
+            self._pointer = current[self._arrays[0].library]
+            self._others = set(current.values()) - {self._pointer}
+            _wait_before(self._pointer, self._others)
+        else:
+            self._pointer = _stream_pointer(stream, device)
+            self._others = set()
+            if current.get("torch", self._pointer) != self._pointer:
+                self._record_stream()
+            # CuPy's pool hands freed memory out again on its own stream.
+            if current.get("cupy", self._pointer) != self._pointer:
+                self._kept = [array.owner for array in self._arrays if array.library == "cupy"]
+        if "dlpack" in libraries:
+            self._kept += [array.owner for array in self._arrays if array.library == "dlpack"]
+
+    def _record_stream(self) -> None:
+        """Tell torch's allocator that the tensors are in use on a stream that is not theirs."""
+        torch = sys.modules["torch"]
+        stream = torch.cuda.ExternalStream(self._pointer, device=self._device)
+        for array in self._arrays:
+            if array.library == "torch":
+                array.owner.record_stream(stream)
+
+    def _keep_in_use(self) -> None:
+        """Hold the owners until the work on our stream is done; let go of those of earlier calls.
+
+        A graph holds no memory in any library: what it uses is the caller's to keep.
+        """
+        cuda = import_cupy().cuda
+        if cuda.runtime.streamIsCapturing(self._pointer):
+            return
+        event = cuda.Event(disable_timing=True)
+        cuda.runtime.eventRecord(event.ptr, self._pointer)
+        _in_use.append((event, self._kept))
+        while _in_use:
+            # Taken out to be looked at, so that two threads never look at the same one.
+            oldest = _in_use.popleft()
+            if not oldest[0].done:
+                _in_use.appendleft(oldest)
+                break
+
+    def _restore_device(self) -> None:
+        if self._device != self._previous:
+            import_cupy().cuda.runtime.setDevice(self._previous)
+
+
+class _Memory:
+    """An Array in NumPy's array interface, as elements without a type."""
+
+    def __init__(self, array: Array):
+        itemsize = _numpy_dtype(array.dtype).itemsize
+        self.owner = array.owner
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (array.pointer, not array.writable),
+            "shape": array.shape,
+            "strides": tuple(stride * itemsize for stride in array.strides),
+            "typestr": f"|V{itemsize}",
+        }
+
+
+def _view_torch(name: str, tensor, torch) -> Array:
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a strided tensor, got layout {tensor.layout}")
+    if tensor.is_cuda:
+        device = tensor.get_device()
+    elif tensor.is_cpu:
+        device = CPU
+    else:
+        raise ValueError(f"{name}: expected a CPU or CUDA device, got {tensor.device}")
+    # The lazy conjugate of complex numbers is refused with their dtype; its imaginary part is not.
+    if tensor.is_neg():
+        got = "a lazily negated view"
+        raise TypeError(f"{name}: expected a tensor with its values in memory, got {got}")
+    try:
+        pointer, shape, strides = tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+    except RuntimeError as error:
+        got = f"{type(tensor).__name__} ({error})"
+        raise TypeError(f"{name}: expected a tensor with plain memory, got {got}") from error
+    dtype = _dtype_name(tensor.dtype)
+    return Array(name, pointer, shape, strides, dtype, device, "torch", True, tensor)
+
+
+def _view_dlpack(name: str, producer: object, stream: object) -> Array:
+    ordinal = dlpack.cuda_ordinal(name, producer)
+    if ordinal is None:
+        loan = dlpack.borrow(name, producer, None)
+    else:
+        cupy = import_cupy()
+        if stream is None:
+            pointer = _current_stream("dlpack", ordinal)
+        else:
+            pointer = _stream_pointer(stream, ordinal)
+        # Some producers export only what is on the current device.
+        with cupy.cuda.Device(ordinal):
+            loan = dlpack.borrow(name, producer, pointer)
+    device = CPU if ordinal is None else ordinal
+    memory = (loan.pointer, loan.shape, loan.strides, loan.dtype)
+    return Array(name, *memory, device, "dlpack", loan.writable, loan)
+
+
+def _empty_dlpack(array: Array) -> object:
+    producer = array.owner.producer
+    library = getattr(producer, "__array_namespace__", lambda: None)()
+    dtype = getattr(library, array.dtype, None)
+    if dtype is None:
+        kind = type(producer).__name__
+        got = f"None, and {kind} ({array.name}) has no array API to make one of {array.dtype} with"
+        raise ValueError(f"out: expected an array, got {got}")
+    return library.empty(array.shape, dtype=dtype, device=producer.device)
+
+
+def _current_stream(library: str, device: int) -> int:
+    """The pointer of a library's current stream; DLPack's others are met on CuPy's."""
+    if library == "torch":
+        torch = sys.modules["torch"]
+        # torch.cuda.current_stream makes an object and takes 5 us.
+        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        return torch.cuda.current_stream(device).cuda_stream if raw is None else raw(device)
+    return import_cupy().cuda.get_current_stream(device).ptr
+
+
+def _stream_pointer(stream: object, device: int) -> int:
+    """The pointer of a stream that the caller gave. Errors: TypeError, ValueError."""
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        if stream < 0:
+            raise ValueError(f"stream: expected a pointer, got {stream}")
+        return stream
+    # CuPy's default streams belong to no device and say -1.
+    ordinal = getattr(stream, "device_index", getattr(stream, "device_id", -1))
+    if ordinal not in (-1, device):
+        expected, got = device_name(device), device_name(ordinal)
+        raise ValueError(f"stream: expected a stream of {expected}, got one of {got}")
+    if hasattr(stream, "__cuda_stream__"):
+        return stream.__cuda_stream__()[1]
+    for attribute in ("cuda_stream", "ptr"):
+        if hasattr(stream, attribute):
+            return getattr(stream, attribute)
+    expected = "a pointer or an object with __cuda_stream__"
+    raise TypeError(f"stream: expected {expected}, got {type(stream).__name__}")
+
+
+def _wait(waiting: int, awaited: int) -> None:
+    """Later work on one stream of the current device runs after the present work of another."""
+    cuda = import_cupy().cuda
+    event = cuda.Event(disable_timing=True)
+    cuda.runtime.eventRecord(event.ptr, awaited)
+    cuda.runtime.streamWaitEvent(waiting, event.ptr)
+
+
+def _wait_before(waiting: int, others: set[int]) -> None:
+    """_wait for each of the others. Errors: ValueError when the waiting stream is capturing."""
+    if others and import_cupy().cuda.runtime.streamIsCapturing(waiting):
+        got = f"a capturing one beside {len(others)} more"
+        raise ValueError(f"stream: expected one stream for all arrays during capture, got {got}")
+    for other in others:
+        _wait(waiting, other)
+
+
+def _in_elements(name: str, strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    # A dtype without any bytes is refused later, by its name.
+    itemsize = itemsize or 1
+    if any(stride % itemsize for stride in strides):
+        expected = f"strides that are multiples of {itemsize} bytes"
+        raise ValueError(f"{name}: expected {expected}, got {strides}")
+    return tuple(stride // itemsize for stride in strides)
+
+
+@functools.lru_cache(maxsize=256)
+def _dtype_name(dtype: object) -> str:
+    """The name of a dtype of torch, CuPy or NumPy; a foreign byte order keeps its mark."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _numpy_dtype(name: str) -> np.dtype:
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+# Shapes and strides repeat from call to call; looking them up takes a tenth of working them out.
+@functools.lru_cache(maxsize=1024)
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    step = 1
+    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if n != 1 and stride != step:
+            return 0 in shape
+        step *= n
+    return True

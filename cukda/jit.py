@@ -1,0 +1,318 @@
+"""The one door to the compiler: a kernel by file, name and variant.
+
+`kernel` compiles a file of `cuda_src/` with NVRTC on first use, through CuPy's `RawModule`, whose
+disk cache makes later processes start at once. `compile` needs no GPU and returns the binary with
+what the assembler says about registers and spills. No other file knows compiler options.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+Defines = tuple[tuple[str, int], ...]
+
+OLDEST_ARCH = 80
+
+
+class Variant(NamedTuple):
+    """One compiled form of a kernel."""
+
+    source: str
+    entry: str
+    defines: Defines = ()
+
+
+_kernels: dict[tuple[int, str, str, Defines], "Kernel"] = {}
+_compiling = threading.Lock()
+
+
+class Kernel:
+    """A compiled entry on one device, ready to launch."""
+
+    __slots__ = ("_function", "shared_bytes")
+
+    def __init__(self, function):
+        self._function = function
+        self.shared_bytes = 0
+
+    def __call__(
+        self, grid: int | tuple[int, ...], block: int, shared_bytes: int, stream: int, args: tuple
+    ) -> None:
+        """Launch on a stream pointer of the current device, without synchronising.
+
+        args: NumPy scalars (pointers as uint64), in the order of the entry's signature. CuPy
+        passes a Python number as 8 bytes whatever the entry declares. A grid with a zero in it
+        launches nothing.
+        """
+        if type(grid) is int:
+            grid = (grid,)
+        # CuPy would turn a zero into one block.
+        if 0 in grid:
+            return
+        self._function(grid, (block,), args, shared_bytes, _Stream(stream))
+
+    def allow_shared(self, shared_bytes: int) -> None:
+        """Raise the limit of dynamic shared memory; a launch above 48 KB is an error without."""
+        driver = import_cupy().cuda.driver
+        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.funcSetAttribute(self._function.ptr, attribute, shared_bytes)
+        self.shared_bytes = shared_bytes
+
+
+class _Stream:
+    """All that CuPy's launch asks of a stream; its own stream classes cost microseconds."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int):
+        self.ptr = ptr
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one entry takes, from the assembler's report. shared_bytes is the static part."""
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A binary for one architecture. resources: entry -> Resources."""
+
+    cubin: bytes
+    log: str
+    resources: dict[str, Resources]
+
+
+def kernel(source: str, entry: str, defines: Defines = (), shared_bytes: int = 0) -> Kernel:
+    """The entry of cuda_src/<source>, for the current device; compiled on first use.
+
+    defines: (name, value) pairs, each a -D. shared_bytes: the most dynamic shared memory that a
+    launch will ask for.
+    Errors: ImportError without CuPy; RuntimeError when driver, CuPy, NVRTC and GPU do not fit
+    together, naming which.
+    """
+    key = (_current_device(), source, entry, defines)
+    found = _kernels.get(key)
+    if found is None or found.shared_bytes < shared_bytes:
+        with _compiling:
+            found = _kernels.get(key)
+            if found is None:
+                found = Kernel(_load(source, entry, defines))
+            if found.shared_bytes < shared_bytes:
+                found.allow_shared(shared_bytes)
+            _kernels[key] = found
+    return found
+
+
+def compile(source: str, defines: Defines, arch: str) -> Compiled:
+    """Compile cuda_src/<source> for arch ("sm_90a") with NVRTC; needs no GPU.
+
+    Errors: RuntimeError with the compiler's log.
+    """
+    nvrtc = _nvrtc()
+    options = (*_options(defines), f"-arch={arch}", "-ftz=true", "--ptxas-options=-v")
+    program = nvrtc.createProgram(_code(source), "cukda", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        log = nvrtc.getProgramLog(program)
+        # CuPy 14.2 cuts the last byte off, as if this were text with a zero after it.
+        cubin = nvrtc.getCUBIN(program) + b"\0"
+    except nvrtc.NVRTCError as error:
+        raise _compile_error(source, arch, nvrtc.getProgramLog(program) or error) from error
+    finally:
+        nvrtc.destroyProgram(program)
+    return Compiled(cubin, log, _parse_resources(log))
+
+
+def device_limits() -> tuple[int, int]:
+    """(multiprocessors, most shared bytes a block may ask for) of the current device."""
+    return _device_limits(_current_device())
+
+
+def source_dir() -> Path:
+    """Where the CUDA sources are: inside the installed package, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "cuda_src"
+    return installed if installed.is_dir() else package.parent / "cuda_src"
+
+
+def source_digest() -> str:
+    """SHA-256 over the names and bytes of all files in cuda_src/, as hex.
+
+    Among the compiler options it makes CuPy's disk cache, which hashes only the code string and
+    the options, see an edit of a file that is included.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(source_dir().glob("*.cu*")):
+        data = path.read_bytes()
+        digest.update(f"{path.name}\0{len(data)}\0".encode())
+        digest.update(data)
+    return digest.hexdigest()
+
+
+@functools.cache
+def import_cupy():
+    """CuPy, imported on first use. Errors: ImportError that names the extras."""
+    try:
+        with _writable_cache():
+            import cupy
+    except ImportError as error:
+        raise ImportError(
+            "cukda: arrays on a GPU need CuPy: pip install 'cukda[cuda12]', or 'cukda[cuda13]' "
+            f"for a CUDA 13 driver ({error})"
+        ) from error
+    return cupy
+
+
+@contextlib.contextmanager
+def _writable_cache():
+    """CuPy makes its cache folder when imported and fails if it cannot, as in a read-only home;
+    then it gets a folder of this process.
+    """
+    name = "CUPY_CACHE_DIR"
+    before = os.environ.get(name)
+    folder = before if before is not None else os.path.expanduser("~/.cupy/kernel_cache")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError:
+        os.environ[name] = _process_folder().name
+        try:
+            yield
+        finally:
+            del os.environ[name]
+            if before is not None:
+                os.environ[name] = before
+    else:
+        yield
+
+
+@functools.cache
+def _process_folder() -> tempfile.TemporaryDirectory:
+    """Held until the interpreter exits, which removes it."""
+    return tempfile.TemporaryDirectory(prefix="cukda-")
+
+
+def _current_device() -> int:
+    runtime = import_cupy().cuda.runtime
+    try:
+        return runtime.getDevice()
+    except runtime.CUDARuntimeError as error:
+        raise RuntimeError(f"cukda: no usable GPU: {_versions()}: {error}") from error
+
+
+@functools.cache
+def _device_limits(device: int) -> tuple[int, int]:
+    runtime = import_cupy().cuda.runtime
+    return (
+        runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device),
+        runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+    )
+
+
+def _load(source: str, entry: str, defines: Defines):
+    cupy = import_cupy()
+    nvrtc = _nvrtc()
+    capability = cupy.cuda.Device().compute_capability
+    if int(capability) < OLDEST_ARCH:
+        raise RuntimeError(
+            f"cukda: expected a GPU of compute capability {OLDEST_ARCH / 10} or newer (Ampere), "
+            f"got {int(capability) / 10}"
+        )
+    arch = f"sm_{capability}"
+    try:
+        try:
+            module = cupy.RawModule(code=_code(source), options=_options(defines))
+            return module.get_function(entry).kernel
+        except OSError:
+            # The cache folder went away, filled up or became read-only since CuPy was imported.
+            module = cupy.cuda.function.Module()
+            module.load(compile(source, defines, arch).cubin)
+            return module.get_function(entry)
+    except (cupy.cuda.compiler.CompileException, nvrtc.NVRTCError) as error:
+        raise _compile_error(source, arch, error) from error
+    except cupy.cuda.driver.CUDADriverError as error:
+        raise RuntimeError(
+            f"cukda: {source} for {arch} was compiled but does not load: {_versions()}: {error}"
+        ) from error
+
+
+def _code(source: str) -> str:
+    # An include, not the text itself, keeps file names and lines in the compiler's messages.
+    return f'#include "{source}"\n'
+
+
+def _options(defines: Defines) -> tuple[str, ...]:
+    return (
+        f"-I{source_dir()}",
+        "-std=c++17",
+        f"-DCUKDA_DIGEST={source_digest()}",
+        *(f"-D{name}={value}" for name, value in defines),
+    )
+
+
+def _nvrtc():
+    cupy = import_cupy()
+    nvrtc = cupy.cuda.nvrtc
+    try:
+        nvrtc.getVersion()
+    except (RuntimeError, ImportError, OSError) as error:
+        major = cupy.cuda.driver.get_build_version() // 1000
+        raise RuntimeError(
+            f"cukda: NVRTC for CUDA {major}, which this CuPy needs, was not found: "
+            f"pip install 'cukda[cuda{major}]' ({error})"
+        ) from error
+    return nvrtc
+
+
+def _compile_error(source: str, arch: str, error: object) -> RuntimeError:
+    return RuntimeError(f"cukda: {source} does not compile for {arch}: {_versions()}: {error}")
+
+
+def _versions() -> str:
+    """Who takes part, for messages: "driver for CUDA 12.4, CuPy 14.2.0 for CUDA 12, NVRTC 12.9"."""
+    cupy = import_cupy()
+    driver = cupy.cuda.runtime.driverGetVersion()
+    names = [
+        f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "no driver",
+        f"CuPy {cupy.__version__} for CUDA {cupy.cuda.driver.get_build_version() // 1000}",
+    ]
+    with contextlib.suppress(RuntimeError, ImportError, OSError):
+        names.append("NVRTC {}.{}".format(*cupy.cuda.nvrtc.getVersion()))
+    return ", ".join(names)
+
+
+_ENTRY = re.compile(
+    r"Compiling entry function '(?P<entry>\w+)'.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?"
+    r"Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+    re.DOTALL,
+)
+
+
+def _parse_resources(log: str) -> dict[str, Resources]:
+    resources = {}
+    for match in _ENTRY.finditer(log):
+        shared = re.search(r"(\d+) bytes smem", match["rest"])
+        resources[match["entry"]] = Resources(
+            registers=int(match["registers"]),
+            spill_stores=int(match["stores"]),
+            spill_loads=int(match["loads"]),
+            stack_bytes=int(match["stack"]),
+            shared_bytes=int(shared[1]) if shared else 0,
+        )
+    return resources

@@ -1,0 +1,263 @@
+"""Kimi Delta Attention, forward: the documented function, its checks and its launch."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from cukda import arrays, jit, plan, reference
+
+_BF16 = ("bfloat16",)
+_FP32 = ("float32",)
+_STATES = ("bfloat16", "float32")
+_BOUNDS = ("int32", "int64")
+# The kernel's StateKind.
+_STATE_KINDS = {"bfloat16": 1, "float32": 2}
+# The kernel moves rows of 128 in pieces of up to 16 bytes.
+_ROW_ALIGNMENT = 16
+_LOWEST_BOUND = -5.0
+
+
+def fwd(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    scale=None,
+    out=None,
+    A_log=None,
+    dt_bias=None,
+    lower_bound=-5.0,
+    initial_state=None,
+    final_state=None,
+    cu_seqlens=None,
+    *,
+    stream=None,
+):
+    """Kimi Delta Attention over whole sequences. Per sequence and head, for each token:
+
+        q̂ = q / sqrt(Σ q² + 1e-6)        k̂ = k / sqrt(Σ k² + 1e-6)
+        a = lower_bound · sigmoid(exp(A_log) · (g + dt_bias))        β = sigmoid(beta)
+        S ← S · diag(exp(a));  S ← S + β (v − S k̂) k̂ᵀ;  out = scale · S q̂
+
+    with S a float32 [V, K] matrix, K = V = 128, and sigmoid(x) = 0.5 tanh.approx(0.5 x) + 0.5.
+
+    q, k, g:        bfloat16 [B, T, H, 128]; g is the gate before its activation.
+    v:              bfloat16 [B, T, H, 128].
+    beta:           bfloat16 [B, T, H], logits.
+    scale:          real number; None is 1/sqrt(128).
+    out:            bfloat16 [B, T, H, 128], written; None allocates one in q's library.
+    A_log:          float32 [H]; None is exp(A_log) = 1.
+    dt_bias:        float32 [H, 128] or [H·128]; None is 0.
+    lower_bound:    real number in [-5, 0], the least natural log of a token's decay.
+    initial_state:  bfloat16 or float32 [N, H, V, K]; None is 0.
+    final_state:    bfloat16 or float32 [N, H, V, K], written; may be initial_state itself.
+    cu_seqlens:     int32 or int64 [N + 1] on the arrays' device: sequence n is rows
+                    cu_seqlens[n] to cu_seqlens[n + 1] of a packed batch, B = 1. Without it N = B.
+    stream:         what to run on instead of the caller's current stream.
+
+    All arrays are contiguous and on one device: an NVIDIA GPU (torch, CuPy, any DLPack library), or
+    the CPU (NumPy, torch, ...), where `cukda.reference` computes. Returns out. The call does not
+    synchronise.
+
+    Raises TypeError (kind, dtype) or ValueError (shape, range, device, layout), naming the
+    argument, before anything is launched. ImportError without CuPy for arrays on a GPU.
+
+    Source: Kimi Linear (Moonshot AI, 2025), arXiv:2510.26692; the argument order is FlashKDA's.
+    """
+    call, out = _checked(
+        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state,
+        cu_seqlens, stream,
+    )  # fmt: skip
+    if call.q.device == arrays.CPU:
+        _compute_on_cpu(call)
+    else:
+        _launch(call, stream)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The checked arguments of `fwd`, and the number of sequences."""
+
+    q: arrays.Array
+    k: arrays.Array
+    v: arrays.Array
+    g: arrays.Array
+    beta: arrays.Array
+    scale: float
+    out: arrays.Array
+    A_log: arrays.Array | None
+    dt_bias: arrays.Array | None
+    lower_bound: float
+    initial_state: arrays.Array | None
+    final_state: arrays.Array | None
+    cu_seqlens: arrays.Array | None
+    num_sequences: int
+
+
+def _checked(
+    q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state,
+    cu_seqlens, stream,
+) -> tuple[_Call, object]:  # fmt: skip
+    """The call, and out as the caller has it. Checks in signature order, so that the first wrong
+    argument is the one named.
+    """
+    q = arrays.view("q", q, stream)
+    if len(q.shape) != 4 or q.shape[3] != plan.HEAD_DIM:
+        raise ValueError(f"q: expected shape (B, T, H, {plan.HEAD_DIM}), got {q.shape}")
+    batch, _, num_heads, head_dim = shape = q.shape
+
+    def view(name, array):
+        return arrays.view(name, array, stream)
+
+    def check(array, dtypes, shape, alignment=_ROW_ALIGNMENT, written=False):
+        arrays.check(
+            array,
+            dtypes=dtypes,
+            shape=shape,
+            device=q.device,
+            alignment=alignment,
+            written=written,
+        )
+
+    check(q, _BF16, shape)
+    k = view("k", k)
+    check(k, _BF16, shape)
+    v = view("v", v)
+    check(v, _BF16, shape)
+    g = view("g", g)
+    check(g, _BF16, shape)
+    beta = view("beta", beta)
+    check(beta, _BF16, shape[:3], alignment=2)
+    scale = 1 / math.sqrt(head_dim) if scale is None else arrays.real("scale", scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    result = out
+    if out is not None:
+        out = view("out", out)
+        check(out, _BF16, shape, written=True)
+    if A_log is not None:
+        A_log = view("A_log", A_log)
+        check(A_log, _FP32, (num_heads,), alignment=4)
+    if dt_bias is not None:
+        dt_bias = view("dt_bias", dt_bias)
+        flat = len(dt_bias.shape) == 1
+        bias_shape = (num_heads * head_dim,) if flat else (num_heads, head_dim)
+        check(dt_bias, _FP32, bias_shape, alignment=4)
+    lower_bound = arrays.real("lower_bound", lower_bound)
+    if not _LOWEST_BOUND <= lower_bound <= 0:
+        raise ValueError(f"lower_bound: expected a number in [-5, 0], got {lower_bound}")
+
+    # N, which the states' shapes hang on, comes from the last argument.
+    num_sequences = batch
+    if cu_seqlens is not None:
+        cu_seqlens = view("cu_seqlens", cu_seqlens)
+        if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] == 0:
+            raise ValueError(f"cu_seqlens: expected shape (N + 1,), got {cu_seqlens.shape}")
+        if batch != 1:
+            raise ValueError(f"cu_seqlens: expected q with B = 1, got B = {batch}")
+        num_sequences = cu_seqlens.shape[0] - 1
+    state_shape = (num_sequences, num_heads, head_dim, head_dim)
+    if initial_state is not None:
+        initial_state = view("initial_state", initial_state)
+        check(initial_state, _STATES, state_shape)
+    if final_state is not None:
+        final_state = view("final_state", final_state)
+        check(final_state, _STATES, state_shape, written=True)
+    if cu_seqlens is not None:
+        alignment = 8 if cu_seqlens.dtype == "int64" else 4
+        check(cu_seqlens, _BOUNDS, (num_sequences + 1,), alignment)
+
+    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    if out is not None:
+        _refuse_overlap(out, inputs)
+    if final_state is not None:
+        _refuse_overlap(final_state, (*inputs, out), in_place=initial_state)
+    if out is None:
+        result = arrays.empty_like(q, stream)
+        out = view("out", result)
+    call = _Call(
+        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state,
+        cu_seqlens, num_sequences,
+    )  # fmt: skip
+    return call, result
+
+
+def _refuse_overlap(output: arrays.Array, others, in_place: arrays.Array | None = None) -> None:
+    """Raise if output shares memory with another array; in_place may be the very same one."""
+    begin, end = output.pointer, output.pointer + output.num_bytes
+    for other in others:
+        if other is None or other.pointer >= end or begin >= other.pointer + other.num_bytes:
+            continue
+        if other is in_place and other.pointer == begin and other.dtype == output.dtype:
+            continue
+        raise ValueError(
+            f"{output.name}: expected memory of its own, got an array that overlaps {other.name}"
+        )
+
+
+def _compute_on_cpu(call: _Call) -> None:
+    def array(name):
+        checked = getattr(call, name)
+        return None if checked is None else arrays.to_numpy(checked)
+
+    reference.fwd(
+        q=array("q"),
+        k=array("k"),
+        v=array("v"),
+        g=array("g"),
+        beta=array("beta"),
+        scale=call.scale,
+        out=array("out"),
+        A_log=array("A_log"),
+        dt_bias=array("dt_bias"),
+        lower_bound=call.lower_bound,
+        initial_state=array("initial_state"),
+        final_state=array("final_state"),
+        cu_seqlens=array("cu_seqlens"),
+    )
+
+
+def _launch(call: _Call, stream) -> None:
+    candidates = (
+        call.q, call.k, call.v, call.g, call.beta, call.out, call.A_log, call.dt_bias,
+        call.initial_state, call.final_state, call.cu_seqlens,
+    )  # fmt: skip
+    used = [array for array in candidates if array is not None]
+    _, num_tokens, num_heads, _ = call.q.shape
+    with arrays.launch_on(used, stream) as stream_pointer:
+        launch = plan.plan(call.num_sequences, num_heads, *jit.device_limits())
+        variant = launch.variant
+        kernel = jit.kernel(variant.source, variant.entry, variant.defines, launch.shared_bytes)
+        bounds = call.cu_seqlens
+        args = (
+            np.uint64(call.q.pointer),
+            np.uint64(call.k.pointer),
+            np.uint64(call.v.pointer),
+            np.uint64(call.g.pointer),
+            np.uint64(call.beta.pointer),
+            np.float32(call.scale),
+            np.uint64(call.out.pointer),
+            _pointer(call.A_log),
+            _pointer(call.dt_bias),
+            np.float32(call.lower_bound),
+            _pointer(call.initial_state),
+            _state_kind(call.initial_state),
+            _pointer(call.final_state),
+            _state_kind(call.final_state),
+            _pointer(bounds),
+            np.int32(8 if bounds is not None and bounds.dtype == "int64" else 4),
+            np.int64(num_tokens),
+            np.int32(num_heads),
+        )
+        kernel(launch.grid, launch.block, launch.shared_bytes, stream_pointer, args)
+
+
+def _pointer(array: arrays.Array | None) -> np.uint64:
+    return np.uint64(0 if array is None else array.pointer)
+
+
+def _state_kind(array: arrays.Array | None) -> np.int32:
+    return np.int32(0 if array is None else _STATE_KINDS[array.dtype])

@@ -1,0 +1,436 @@
+"""Times cukda.fwd on the cases of cases_h200.json, each checked before it is timed.
+
+    python scripts/bench.py [--case NAME ...] [--out FOLDER] [--no-check]
+
+Prints a Markdown table; `--out` writes bench.md, bench.json and bench.png. Exit status 1 when a
+result is wrong. Checked means: against the float64 recurrence of tests/oracle.py, on the GPU, on
+a few heads. States are bf16, as FlashKDA was timed, with a non-zero initial state and the final
+state written. Arrays are torch's when torch sees the GPU (its callers pay the host cost that
+`host_us` states), else CuPy's. `fla` and `flash_kda` are timed beside when they import.
+"""
+
+import argparse
+import functools
+import importlib
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# The tree's own package and oracle are measured, never an installed copy of another version.
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
+
+import figures  # noqa: E402
+
+STATE = "bfloat16"
+NUM_HEADS_CHECKED = 4
+NUM_REPLAYS = 30
+MIN_CALLS_PER_GRAPH = 16
+MAX_INPUT_SETS = 32
+ACCURACY_SHAPE = ([2048], 8)
+# A few heads scatter round the mean of all heads, which the contract's limits are for.
+FEW_HEADS = 1.15
+# Relative error of rounding a normal distribution to bf16: what a bf16 final state adds.
+BF16_ROUNDING = 1.66e-3
+# A peer that is further off than this was called wrongly, and its time means nothing.
+PEER_LIMIT = 0.05
+
+
+def run(names: list[str], cases: dict, check: bool, result: dict) -> None:
+    """Measure the named cases, with the contract's accuracy inputs before them.
+
+    Fills `result` as it goes, so that whoever catches an exception has what came before it.
+    `result["wrong"]` names what was beyond its limit; what is wrong is not timed.
+    """
+    import cupy
+
+    from cukda.__main__ import copy_bandwidth, installed
+
+    torch = _torch_with_gpu()
+    result.update(
+        machine=installed(),
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+        arrays="torch" if torch else "CuPy",
+        state=STATE,
+        accuracy={},
+        bench={},
+        live={peer: {} for peer in _live_peers(torch)},
+        wrong=[],
+    )
+    result["copy_tb_per_s"] = copy_bandwidth() / 1e12
+    for name in _progress([*(figures.ACCURACY_LIMITS if check else ()), *names]):
+        if name in figures.ACCURACY_LIMITS:
+            _check_accuracy(name, torch, result)
+        else:
+            _measure(name, cases[name], torch, check, result)
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _check_accuracy(gate: str, torch, result: dict) -> None:
+    """All heads of the contract's accuracy inputs, with float32 states."""
+    data = _inputs(*ACCURACY_SHAPE, gate, "float32")
+    call, outputs = _call(data, "float32", torch)
+    call()
+    want = _oracle(data, slice(None))
+    _judge(gate, outputs, want, slice(None), figures.ACCURACY_LIMITS[gate], result)
+
+
+def _measure(name: str, case, torch, check: bool, result: dict) -> None:
+    data = _inputs(case.seq_lens, case.heads, case.gate, STATE)
+    call, outputs = _call(data, STATE, torch)
+    call()
+    want = heads = None
+    if check:
+        step = max(1, case.heads // NUM_HEADS_CHECKED)
+        heads = slice((case.heads - 1) % step, None, step)
+        want = _oracle(data, heads)
+        out_limit, state_limit = figures.ACCURACY_LIMITS[case.gate]
+        limits = (FEW_HEADS * out_limit, FEW_HEADS * math.hypot(state_limit, BF16_ROUNDING))
+        if not _judge(name, outputs, want, heads, limits, result):
+            return
+    calls = [call, *(_call(copy, STATE, torch)[0] for copy in _copies(data, outputs))]
+    result["bench"][name] = {
+        "ms": round(_device_ms(calls, torch), 5),
+        "ms_call": round(_call_ms(calls), 5),
+        "host_us": round(_host_us(calls), 2),
+    }
+    del calls
+    for peer, make in _live_peers(torch).items():
+        try:
+            result["live"][peer][name] = _peer_ms(make, data, want, heads, torch)
+        except Exception as error:
+            result["live"][peer][name] = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+
+
+def _inputs(seq_lens, heads: int, gate: str, state: str) -> dict:
+    """The arguments of a call as CuPy arrays; one sequence is fixed, several are packed."""
+    import hardware
+    import inputs
+
+    data = inputs.make(seq_lens, heads, gate, batch=1 if len(seq_lens) == 1 else None)
+    if state == STATE:
+        data["initial_state"] = data["initial_state"].astype(inputs.BF16)
+    return hardware.upload(data)
+
+
+def _oracle(data: dict, heads: slice):
+    """(out, final state) of these heads in float64, gates through the hardware's sigmoid."""
+    import cupy
+    import hardware
+    import oracle
+
+    def of_heads(name, axis):
+        array = data[name]
+        return array[(slice(None),) * axis + (heads,)]
+
+    return oracle.recurrence(
+        *(of_heads(name, 2) for name in ("q", "k", "v", "g", "beta")),
+        data["scale"],
+        of_heads("A_log", 0),
+        of_heads("dt_bias", 0),
+        data["lower_bound"],
+        of_heads("initial_state", 1),
+        data["cu_seqlens"],
+        xp=cupy,
+        sigmoid=hardware.sigmoid,
+    )
+
+
+def _judge(name, outputs, want, heads, limits, result) -> bool:
+    import oracle
+
+    got = outputs["out"][:, :, heads], outputs["final_state"][:, heads]
+    try:
+        errors = [oracle.error(g, w) for g, w in zip(got, want, strict=True)]
+    except ValueError as error:
+        result["wrong"].append(f"{name}: {error}")
+        return False
+    result["accuracy"][name] = dict(zip(("out", "state"), map(_significant, errors), strict=True))
+    for what, error, limit in zip(("out", "state"), errors, limits, strict=True):
+        if error > limit:
+            result["wrong"].append(f"{name}: {what} is off by {error:.2e}, allowed {limit:.2e}")
+    return errors[0] <= limits[0] and errors[1] <= limits[1]
+
+
+def _call(data: dict, state: str, torch):
+    """A call of cukda.fwd without arguments, and the CuPy arrays that it writes, full of NaN."""
+    import hardware
+
+    import cukda
+
+    outputs = {
+        "out": hardware.nans(data["v"].shape, "bfloat16"),
+        "final_state": hardware.nans(hardware.state_shape(data), state),
+    }
+    positional = [data[name] for name in ("q", "k", "v", "g", "beta", "scale")]
+    positional += [outputs["out"]]
+    positional += [data[name] for name in ("A_log", "dt_bias", "lower_bound", "initial_state")]
+    positional += [outputs["final_state"], data["cu_seqlens"]]
+    return functools.partial(cukda.fwd, *(_for_caller(a, torch) for a in positional)), outputs
+
+
+def _copies(data: dict, outputs: dict):
+    """More sets of the same inputs, so that a call finds little of its own in the L2 cache."""
+    import cupy
+
+    l2_bytes = cupy.cuda.Device().attributes["L2CacheSize"]
+    arrays = [a for a in (*data.values(), *outputs.values()) if isinstance(a, cupy.ndarray)]
+    set_bytes = sum(array.nbytes for array in arrays)
+    free_bytes = cupy.cuda.runtime.memGetInfo()[0]
+    num_sets = min(MAX_INPUT_SETS, 1 + 3 * l2_bytes // set_bytes, 1 + free_bytes // 2 // set_bytes)
+    for _ in range(num_sets - 1):
+        yield {k: a.copy() if isinstance(a, cupy.ndarray) else a for k, a in data.items()}
+
+
+def _device_ms(calls: list, torch) -> float:
+    """Median over replays of a graph of calls, one after the other, per call."""
+    import cupy
+
+    for call in calls:
+        call()
+    repeats = -(-MIN_CALLS_PER_GRAPH // len(calls))
+    replay = _captured(calls * repeats, torch)
+    for _ in range(3):
+        replay()
+    # All are queued before the first is waited for: the device never waits for the host.
+    events = [cupy.cuda.Event() for _ in range(NUM_REPLAYS + 1)]
+    for event in events[:-1]:
+        event.record()
+        replay()
+    events[-1].record()
+    events[-1].synchronize()
+    times = [cupy.cuda.get_elapsed_time(a, b) for a, b in itertools.pairwise(events)]
+    return statistics.median(times) / (len(calls) * repeats)
+
+
+def _captured(calls: list, torch):
+    """Capture the calls in one CUDA graph; what is returned launches it on the current stream."""
+    import cupy
+
+    if torch:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        return graph.replay
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        for call in calls:
+            call()
+        graph = stream.end_capture()
+    return graph.launch
+
+
+def _call_ms(calls: list) -> float:
+    """Median of one plain call between two events on an idle device."""
+    import cupy
+
+    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+    times = []
+    for call in itertools.islice(itertools.cycle(calls), NUM_REPLAYS):
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(cupy.cuda.get_elapsed_time(start, stop))
+    return statistics.median(times)
+
+
+def _host_us(calls: list) -> float:
+    """Median time that a warm call keeps the host, on an idle device."""
+    import cupy
+
+    times = []
+    for call in itertools.islice(itertools.cycle(calls), 5 * NUM_REPLAYS):
+        cupy.cuda.runtime.deviceSynchronize()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    cupy.cuda.runtime.deviceSynchronize()
+    return 1e6 * statistics.median(times)
+
+
+def _live_peers(torch) -> dict:
+    """{name: function of the data that returns a call, which returns (out, final state)}."""
+    # Without this, fla hands the problem to flash_kda when that is installed.
+    os.environ["FLA_FLASH_KDA"] = "0"
+    makers = {"fla.ops.kda": _fla, "flash_kda": _flash_kda}
+    return {name.split(".")[0]: make for name, make in makers.items() if torch and _imports(name)}
+
+
+def _fla(data: dict, torch):
+    from fla.ops.kda import chunk_kda
+
+    data = {name: _for_caller(value, torch) for name, value in data.items()}
+    if data["cu_seqlens"] is not None:
+        data["cu_seqlens"] = data["cu_seqlens"].long()
+    data["initial_state"] = data["initial_state"].float()
+    options = {
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "safe_gate": True,
+        "state_v_first": True,
+    }
+    return functools.partial(torch.inference_mode()(chunk_kda), **data, **options)
+
+
+def _flash_kda(data: dict, torch):
+    import flash_kda
+
+    data = {name: _for_caller(value, torch) for name, value in data.items()}
+    if data["cu_seqlens"] is not None:
+        data["cu_seqlens"] = data["cu_seqlens"].long()
+    out, final_state = torch.empty_like(data["v"]), torch.empty_like(data["initial_state"])
+    fwd = functools.partial(flash_kda.fwd, out=out, final_state=final_state, **data)
+
+    def call():
+        fwd()
+        return out, final_state
+
+    return call
+
+
+def _peer_ms(make, data, want, heads, torch) -> float:
+    """A peer's device time, after a look at its result that tells a wrong call from a right one."""
+    import oracle
+
+    call = make(data, torch)
+    out, _ = call()
+    if want is not None:
+        error = oracle.error(_from_torch(out, torch)[:, :, heads], want[0])
+        if error > PEER_LIMIT:
+            raise ValueError(f"wrong result, off by {error:.1e}")
+    return round(_device_ms([call], torch), 5)
+
+
+def _imports(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    # A package that is broken in whatever way is a package that is not there.
+    except Exception:
+        return False
+    return True
+
+
+@functools.cache
+def _torch_with_gpu():
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch if torch.cuda.is_available() else None
+
+
+def _for_caller(value, torch):
+    """A CuPy array as a torch tensor on the same memory, when torch is the caller's library."""
+    import cupy
+
+    if not torch or not isinstance(value, cupy.ndarray):
+        return value
+    if value.dtype.name == "bfloat16":
+        return torch.from_dlpack(value.view(cupy.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(value)
+
+
+def _from_torch(tensor, torch):
+    import cupy
+
+    return cupy.from_dlpack(tensor.float().contiguous())
+
+
+def _significant(error: float) -> float:
+    return float(f"{error:.3e}")
+
+
+def _progress(names: list[str]):
+    """Yield the names: under a bar or a line that is rewritten on a terminal, else a line each."""
+    if sys.stderr.isatty():
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            pass
+        else:
+            with tqdm(names, unit="case") as bar:
+                for name in bar:
+                    bar.set_postfix_str(name)
+                    yield name
+            return
+    start, end = ("\r", "\033[K") if sys.stderr.isatty() else ("", "\n")
+    for number, name in enumerate(names, 1):
+        line = f"{start}[{number}/{len(names)}] {name}"
+        print(line, end=end, file=sys.stderr, flush=True)
+        yield name
+    if start:
+        print(file=sys.stderr)
+
+
+def why_not() -> str | None:
+    """Why nothing can be measured on this machine, if so."""
+    try:
+        import cupy
+
+        cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def write(result: dict, cases: dict, folder: Path) -> None:
+    """bench.json, bench.md and, with matplotlib, bench.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(result, indent=1, ensure_ascii=False)
+    (folder / "bench.json").write_text(text + "\n", encoding="utf-8")
+    (folder / "bench.md").write_text(markdown(result, cases), encoding="utf-8")
+    if not result["bench"]:
+        return
+    try:
+        figures.plot(result, cases, folder / "bench.png")
+    except ImportError as error:
+        print(f"no plot ({error}): pip install 'cukda[bench]'", file=sys.stderr)
+
+
+def markdown(result: dict, cases: dict) -> str:
+    """The tables under their caption."""
+    parts = [figures.caption(result)]
+    if result["bench"]:
+        parts.append(figures.bench_table(result, cases))
+    if result["accuracy"]:
+        parts.append(figures.accuracy_table(result, cases))
+    parts += [f"WRONG: {line}" for line in result.get("wrong", ())]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    cases = figures.load_cases()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", action="append", choices=cases, metavar="NAME", help="only this")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write bench.md, .json, .png")
+    parser.add_argument("--no-check", action="store_true", help="time without checking")
+    options = parser.parse_args(arguments)
+    if reason := why_not():
+        print(
+            f"the benchmark needs an NVIDIA GPU and CuPy ({reason}): pip install 'cukda[cuda12]'",
+            file=sys.stderr,
+        )
+        return 1
+    result = {}
+    try:
+        run(options.case or list(cases), cases, not options.no_check, result)
+    finally:
+        # Also what was measured before something broke.
+        if "copy_tb_per_s" in result:
+            print(markdown(result, cases), end="")
+            if options.out:
+                write(result, cases, options.out)
+    return 1 if result["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

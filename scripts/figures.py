@@ -1,0 +1,171 @@
+"""The benchmark's cases, and the tables and the plot of what was measured on them. No GPU here.
+
+A result, as bench.py makes it and gpu_record.py keeps it, is a dict:
+
+    machine        {card, driver, cupy, nvrtc, ...}: cukda.__main__.installed()
+    copy_tb_per_s  bytes read plus bytes written of a large copy, per second
+    arrays, state  the library and the state dtype that were timed
+    accuracy       {case: {out, state}}, relative errors against the float64 recurrence
+    bench          {case: {ms, ms_call, host_us}}
+    live           {peer: {case: ms, or the reason why there is none}}
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+CASES_FILE = Path(__file__).with_name("cases_h200.json")
+HEAD_DIM = 128
+
+# Relative errors of out and final state that the contract allows, float32 states.
+ACCURACY_LIMITS = {
+    "rand": (4.3e-3, 2.8e-3),
+    "slow": (4.7e-3, 3.7e-3),
+    "collinear": (1.5e-2, 2e-2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem, and what others take for it on the card that the cases file names."""
+
+    seq_lens: tuple[int, ...]
+    heads: int
+    gate: str
+    flashkda_ms: float
+    best_peer_ms: float
+    best_peer: str
+    bar_ms: float
+    goal_ms: float
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of q, k, v, g and out: what any kernel has to move."""
+        return 5 * 2 * HEAD_DIM * self.heads * sum(self.seq_lens)
+
+    def floor_ms(self, copy_tb_per_s: float) -> float:
+        """The time in which a copy moves as many bytes."""
+        return self.num_bytes / copy_tb_per_s / 1e9
+
+
+def load_cases(path: Path = CASES_FILE) -> dict[str, Case]:
+    """Cases by name, in the file's order."""
+    cases = json.loads(Path(path).read_text(encoding="utf-8"))["cases"]
+    return {
+        name: Case(**{**case, "seq_lens": tuple(case["seq_lens"])}) for name, case in cases.items()
+    }
+
+
+def bench_table(result: dict, cases: dict[str, Case]) -> str:
+    """Markdown: a row per measured case."""
+    live = result.get("live", {})
+    header = ["case", "ours", "floor", "FlashKDA", "best peer", "ratio", "bar", "call", "host µs"]
+    rows = []
+    for name, case in cases.items():
+        if name not in result["bench"]:
+            continue
+        row = result["bench"][name]
+        best = f"{_ms(case.best_peer_ms)} {case.best_peer}"
+        rows.append(
+            [
+                name,
+                f"**{_ms(row['ms'])}**",
+                _ms(case.floor_ms(result["copy_tb_per_s"])),
+                _ms(case.flashkda_ms),
+                best,
+                f"{case.best_peer_ms / row['ms']:.2f}",
+                _ms(case.bar_ms),
+                _ms(row["ms_call"]),
+                f"{row['host_us']:.0f}",
+                *(_ms(times.get(name, "-")) for times in live.values()),
+            ]
+        )
+    return _markdown(header + [f"{peer} here" for peer in live], rows)
+
+
+def accuracy_table(result: dict, cases: dict[str, Case]) -> str:
+    """Markdown: the contract's inputs in full, and the worst of the benchmark's cases."""
+    rows = []
+    for gate, (out_limit, state_limit) in ACCURACY_LIMITS.items():
+        if gate in result["accuracy"]:
+            error = result["accuracy"][gate]
+            limits = [f"{out_limit:.1e}", f"{state_limit:.1e}"]
+            rows.append([gate, f"{error['out']:.2e}", f"{error['state']:.2e}", *limits])
+    for gate in ACCURACY_LIMITS:
+        errors = [
+            result["accuracy"][name]
+            for name, case in cases.items()
+            if case.gate == gate and name in result["accuracy"]
+        ]
+        if errors:
+            worst = [f"{max(error[key] for error in errors):.2e}" for key in ("out", "state")]
+            label = f"worst of {len(errors)} benchmark cases, {gate}, {result['state']} state"
+            rows.append([label, *worst, "", ""])
+    return _markdown(["inputs", "out", "state", "out allowed", "state allowed"], rows)
+
+
+def caption(result: dict) -> str:
+    """What was measured, how and on what, in one paragraph."""
+    machine = result["machine"]
+    return (
+        f"{machine['card']}, driver {machine['driver']}, CuPy {machine['cupy']}, "
+        f"NVRTC {machine['nvrtc']}, {result['date']}. Milliseconds; `ours` is the median device "
+        f"time of one call from CUDA-graph replay, `call` the median of one plain call between two "
+        f"events, `host` the time that a warm call keeps the host. {result['arrays']} arrays; "
+        f"{result['state']} states, the initial one non-zero, the final one written. `floor`: q, "
+        f"k, v, g and out once, at the {result['copy_tb_per_s']:.2f} TB/s at which this card "
+        "copies. `FlashKDA`, `best peer` and `bar` are of an H200 (driver 580, CUDA 13.0); `ratio` "
+        "is best peer / ours, above 1 where cukda is faster."
+    )
+
+
+def plot(result: dict, cases: dict[str, Case], path: Path) -> None:
+    """PNG: a row per case, time on a logarithmic axis, ours against peers and floor."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [name for name in cases if name in result["bench"]]
+    height = range(len(names))
+    ours = [result["bench"][name]["ms"] for name in names]
+    floor = [cases[name].floor_ms(result["copy_tb_per_s"]) for name in names]
+    flashkda = [cases[name].flashkda_ms for name in names]
+    best = [cases[name].best_peer_ms for name in names]
+
+    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.3 * len(names)), layout="constrained")
+    axes.hlines(height, floor, flashkda, color="0.85", linewidth=1, zorder=1)
+    axes.scatter(floor, height, marker="|", s=120, color="0.4", label="floor (copy)", zorder=2)
+    axes.scatter(flashkda, height, marker="s", s=28, color="tab:orange", label="FlashKDA, H200")
+    axes.scatter(
+        best, height, marker="o", s=44, facecolors="none", edgecolors="tab:red",
+        label="best peer, H200", zorder=3,
+    )  # fmt: skip
+    for peer, times in result.get("live", {}).items():
+        timed = [(times[name], y) for y, name in enumerate(names) if _is_time(times.get(name))]
+        if timed:
+            axes.scatter(*zip(*timed, strict=True), marker="^", s=28, label=f"{peer}, here")
+    axes.scatter(ours, height, marker="D", s=36, color="tab:blue", label="cukda", zorder=4)
+    axes.set_xscale("log")
+    axes.set_xlabel("milliseconds per call (device time)")
+    axes.set_yticks(height, names)
+    axes.invert_yaxis()
+    axes.grid(axis="x", which="both", color="0.92")
+    axes.set_axisbelow(True)
+    axes.set_title(f"KDA forward, {result['machine']['card']}, {result['date']}")
+    figure.legend(loc="outside lower center", ncols=5, frameon=False)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _is_time(value) -> bool:
+    return isinstance(value, int | float)
+
+
+def _ms(value) -> str:
+    return f"{value:.4f}" if _is_time(value) else str(value)
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    align = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, align, *rows])

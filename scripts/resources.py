@@ -1,0 +1,41 @@
+"""Registers, spills, stack, shared memory and compile time of every kernel; needs no GPU.
+
+python scripts/resources.py [--arch sm_90a ...]
+"""
+
+import argparse
+import time
+
+from cukda import jit, plan, sigmoid_ext
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+COLUMNS = ("kernel", "arch", "registers", "spill bytes", "stack", "static + dynamic shared", "s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES)
+    architectures = parser.parse_args().arch
+
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    for variant in (*plan.variants(), *sigmoid_ext.VARIANTS):
+        for arch in architectures:
+            start = time.perf_counter()
+            compiled = jit.compile(variant.source, variant.defines, arch)
+            seconds = time.perf_counter() - start
+            found = compiled.resources[variant.entry]
+            dynamic_bytes = dict(variant.defines).get("SHARED_BYTES", 0)
+            row = (
+                " ".join([variant.entry, *(f"{name}={value}" for name, value in variant.defines)]),
+                arch,
+                found.registers,
+                found.spill_stores + found.spill_loads,
+                found.stack_bytes,
+                f"{found.shared_bytes} + {dynamic_bytes}",
+                f"{seconds:.1f}",
+            )
+            print(f"| {' | '.join(map(str, row))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""What the GPU tests share: kernels that they need, and calls whose outputs start as NaN."""
+
+import functools
+
+import numpy as np
+import oracle
+from inputs import BF16, TOKENS
+
+KERNELS = r"""
+// The sigmoid of the contract, one element a thread.
+extern "C" __global__ void sigmoid(const float* x, float* y, unsigned long long size) {
+    unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x;
+    if (i >= size) return;
+    float t;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(0.5f * x[i]));
+    y[i] = 0.5f * t + 0.5f;
+}
+
+// Holds its SMs for so many clocks, or until the host sets the flag.
+extern "C" __global__ void spin(long long clocks, const volatile int* flag) {
+    long long start = clock64();
+    while (clock64() - start < clocks) {
+        if (flag && *flag) return;
+    }
+}
+"""
+
+# A tenth of a second, long beside any call here.
+LONG = 200_000_000
+
+
+@functools.cache
+def kernel(name):
+    import cupy
+
+    return cupy.RawModule(code=KERNELS).get_function(name)
+
+
+def sigmoid(x):
+    """0.5 · tanh.approx.f32(0.5 · x) + 0.5 of a float32 array, as a CuPy array."""
+    import cupy
+
+    x = cupy.ascontiguousarray(cupy.asarray(x))
+    y = cupy.empty(x.shape, np.float32)
+    if x.size:
+        kernel("sigmoid")(((x.size + 255) // 256,), (256,), (x, y, np.uint64(x.size)))
+    return y
+
+
+def spin(stream_pointer, clocks=LONG):
+    """Keep a stream busy; does not wait for it."""
+    import cupy
+
+    with cupy.cuda.Stream.from_external(Stream(stream_pointer)):
+        kernel("spin")((1,), (1,), (np.int64(clocks), np.uint64(0)))
+
+
+class Stream:
+    """A stream pointer in the form that libraries exchange."""
+
+    def __init__(self, pointer):
+        self.pointer = pointer
+
+    def __cuda_stream__(self):
+        return 0, self.pointer
+
+
+def nans(shape, dtype):
+    """A CuPy array full of NaN. dtype: "bfloat16" or "float32"."""
+    import cupy
+
+    if dtype == "float32":
+        return cupy.full(shape, np.nan, np.float32)
+    return cupy.full(shape, 0x7FC0, np.uint16).view(BF16)
+
+
+def upload(case):
+    """The same call with CuPy arrays."""
+    import cupy
+
+    return {n: cupy.asarray(x) if is_input(n, x) else x for n, x in case.items()}
+
+
+def is_input(name, value):
+    # The two numbers may come as 0-d arrays, which stay on the CPU.
+    return isinstance(value, np.ndarray) and name not in ("scale", "lower_bound")
+
+
+def num_states(case):
+    cu_seqlens = case["cu_seqlens"]
+    return case["q"].shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+
+
+def state_shape(case):
+    _, _, num_heads, head_dim = case["q"].shape
+    return num_states(case), num_heads, head_dim, head_dim
+
+
+def run(case, state="float32"):
+    """Call cukda.fwd with CuPy arrays of the case's values and outputs full of NaN.
+
+    state: the dtype of final_state, or None for none. Returns (out, final_state).
+    """
+    import cukda
+
+    case = upload(case)
+    out = nans(case["v"].shape, "bfloat16")
+    final_state = None if state is None else nans(state_shape(case), state)
+    tokens = [case.pop(n) for n in TOKENS]
+    assert cukda.fwd(*tokens, **case, out=out, final_state=final_state) is out
+    return out, final_state
+
+
+def want(case):
+    """The float64 recurrence with the hardware's sigmoid, on the GPU."""
+    import cupy
+
+    return oracle.recurrence(**case, xp=cupy, sigmoid=sigmoid)
+
+
+def check(case, out_tolerance, state_tolerance):
+    """Compare a call, all of whose rows belong to a sequence, with the recurrence."""
+    out, final_state = run(case)
+    want_out, want_state = want(case)
+    got = oracle.error(out, want_out), oracle.error(final_state, want_state)
+    assert got[0] <= out_tolerance and got[1] <= state_tolerance, f"errors (out, state): {got}"
+
+
+def host(array):
+    """A CuPy, torch or NumPy array as NumPy."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        if array.dtype is _torch().bfloat16:
+            # torch hands no bf16 to NumPy.
+            return array.view(dtype=_torch().int16).numpy().view(BF16)
+        return array.numpy()
+    return array.get() if hasattr(array, "get") else array
+
+
+def bits(array):
+    array = np.ascontiguousarray(host(array))
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def same_bits(got, want):
+    return np.array_equal(bits(got), bits(want))
+
+
+def torch_case(case):
+    """The same call with torch arrays on the GPU."""
+    torch = _torch()
+
+    def tensor(array):
+        if array.dtype != BF16:
+            return torch.from_numpy(array).to("cuda")
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to("cuda")
+
+    return {n: tensor(x) if is_input(n, x) else x for n, x in case.items()}
+
+
+def torch_nans(shape, dtype="bfloat16"):
+    torch = _torch()
+    return torch.full(shape, float("nan"), dtype=getattr(torch, dtype), device="cuda")
+
+
+def _torch():
+    import torch
+
+    return torch

@@ -1,0 +1,442 @@
+"""Callers' arrays as `cukda.arrays` sees them: views, checks, scalars, new arrays.
+
+NumPy, torch and DLPack are the real ones, on the CPU. CuPy arrays are real objects over host
+memory.
+"""
+
+import ctypes
+import gc
+import math
+import sys
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cukda import arrays, dlpack
+
+torch = pytest.importorskip("torch")
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Producer:
+    """An array of no library that cukda knows: only DLPack, in the version asked for."""
+
+    def __init__(self, array, versioned=True, device=None):
+        self.array = array
+        self.versioned = versioned
+        self.device = device
+        self.asked = []
+
+    def __dlpack_device__(self):
+        return self.device or self.array.__dlpack_device__()
+
+    def __dlpack__(self, **arguments):
+        self.asked.append(arguments)
+        if not self.versioned and "max_version" in arguments:
+            raise TypeError("__dlpack__() got an unexpected keyword argument 'max_version'")
+        return self.array.__dlpack__(
+            **{key: value for key, value in arguments.items() if key != "stream"}
+        )
+
+
+def array(**fields):
+    """An Array as a launch has it."""
+    defaults = {
+        "name": "q",
+        "pointer": 4096,
+        "shape": (2, 3),
+        "strides": (3, 1),
+        "dtype": "float32",
+        "device": 0,
+        "library": "cupy",
+        "writable": True,
+        "owner": None,
+    }
+    return arrays.Array(**(defaults | fields))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "int32", "int64"])
+@pytest.mark.parametrize("route", ["numpy", "torch", "versioned", "unversioned"])
+def test_view_reads_every_field(route, dtype):
+    source = torch.zeros(4, 5, 6, dtype=getattr(torch, dtype))[1:, ::2].transpose(0, 1)
+    address = source.data_ptr()
+    if route == "numpy":
+        numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+        source = np.zeros((4, 5, 6), numpy_dtype)[1:, ::2].swapaxes(0, 1)
+        address = source.ctypes.data
+    elif route != "torch":
+        source = Producer(source, versioned=route == "versioned")
+    got = arrays.view("x", source)
+    assert got.name == "x"
+    assert got.pointer == address
+    assert (got.shape, got.strides) == ((3, 3, 6), (12, 30, 1))
+    assert type(got.shape) is tuple and type(got.strides) is tuple
+    assert (got.dtype, got.device, got.writable) == (dtype, arrays.CPU, True)
+    assert got.library == {"numpy": "numpy", "torch": "torch"}.get(route, "dlpack")
+    assert got.size == 54
+    assert not got.is_contiguous
+
+
+def test_view_reads_cupy_arrays():
+    cupy = pytest.importorskip("cupy")
+    host = np.zeros(48, np.uint8)
+    memory = cupy.cuda.UnownedMemory(host.ctypes.data, host.nbytes, host, 3)
+    source = cupy.ndarray((4, 6), BF16, memptr=cupy.cuda.MemoryPointer(memory, 0))
+    got = arrays.view("q", source[1:, ::2].T)
+    assert got.pointer == host.ctypes.data + 12
+    assert (got.shape, got.strides) == ((3, 3), (2, 6))
+    assert (got.dtype, got.device, got.library) == ("bfloat16", 3, "cupy")
+    assert got.owner.data.mem is memory
+
+
+def test_view_takes_parameters_and_tensors_that_require_grad():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    assert arrays.view("A_log", parameter).pointer == parameter.data_ptr()
+    computed = parameter * 2
+    assert computed.requires_grad
+    assert arrays.view("A_log", computed).pointer == computed.data_ptr()
+
+
+@pytest.mark.parametrize("wrong", [None, [1.0], 3, "q", object()])
+def test_view_refuses_what_is_no_array(wrong):
+    expected = (
+        rf"^q: expected an array \(torch, CuPy, NumPy or DLPack\), got {type(wrong).__name__}"
+    )
+    with pytest.raises(TypeError, match=expected):
+        arrays.view("q", wrong)
+
+
+def test_view_refuses_tensors_without_plain_memory():
+    with pytest.raises(TypeError, match=r"^q: expected a strided tensor, got layout torch.sparse"):
+        arrays.view("q", torch.eye(3).to_sparse())
+    with pytest.raises(ValueError, match="^q: expected a CPU or CUDA device, got meta$"):
+        arrays.view("q", torch.empty(3, device="meta"))
+    negated = torch.zeros(3, dtype=torch.complex64).conj().imag
+    with pytest.raises(
+        TypeError, match="^q: expected a tensor with its values in memory, got a la"
+    ):
+        arrays.view("q", negated)
+    batched = []
+    torch.func.vmap(lambda x: batched.append(x) or x)(torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="^q: expected a tensor with plain memory, got Tensor"):
+        arrays.view("q", batched[0])
+
+
+def test_view_tells_a_foreign_byte_order_and_odd_strides():
+    assert arrays.view("q", np.zeros(3, ">f4")).dtype == ">f4"
+    packed = np.zeros(3, np.dtype([("a", "f4"), ("b", "u1")]))
+    with pytest.raises(ValueError, match="^q: expected strides that are multiples of 4 bytes, got"):
+        arrays.view("q", packed["a"])
+
+
+def test_view_sees_read_only_memory():
+    frozen = np.zeros(3, np.float32)
+    frozen.flags.writeable = False
+    assert not arrays.view("out", frozen).writable
+    assert not arrays.view("out", Producer(frozen)).writable
+
+
+def test_view_works_without_torch_and_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert arrays.view("q", np.zeros(3, np.float32)).library == "numpy"
+    assert arrays.view("q", Producer(np.zeros(3, np.float32))).library == "dlpack"
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+def test_dlpack_memory_lives_as_long_as_the_view(versioned):
+    source = np.arange(5, dtype=np.float32)
+    alive = weakref.ref(source)
+    got = arrays.view("x", Producer(source, versioned))
+    got.owner.producer = None
+    del source
+    gc.collect()
+    assert alive() is not None
+    np.testing.assert_array_equal(arrays.to_numpy(got), np.arange(5))
+    del got
+    gc.collect()
+    assert alive() is None
+
+
+def test_dlpack_asks_for_a_version_first_and_passes_no_stream_on_the_cpu():
+    producer = Producer(np.zeros(3, np.float32), versioned=False)
+    arrays.view("x", producer)
+    assert producer.asked == [{"max_version": (1, 0)}, {}]
+
+
+def test_dlpack_capsule_is_used_once():
+    capsule = np.zeros(3, np.float32).__dlpack__(max_version=(1, 0))
+    loan = dlpack.Loan("x", None, capsule)
+    with pytest.raises(TypeError, match="^x: expected a fresh DLPack capsule, got <capsule object"):
+        dlpack.Loan("x", None, capsule)
+    assert loan.shape == (3,)
+
+
+def test_dlpack_without_strides_is_row_major(monkeypatch):
+    capsule = np.zeros((2, 3, 4), np.float32).__dlpack__(max_version=(1, 0))
+    header(capsule).tensor.strides = None
+    assert dlpack.Loan("x", None, capsule).strides == (12, 4, 1)
+
+
+def test_dlpack_byte_offset_and_lanes():
+    source = np.zeros(8, np.float32)
+    capsule = source.__dlpack__(max_version=(1, 0))
+    header(capsule).tensor.byte_offset = 8
+    header(capsule).tensor.dtype.lanes = 4
+    loan = dlpack.Loan("x", None, capsule)
+    assert loan.pointer == source.ctypes.data + 8
+    assert loan.dtype == "float32x4"
+
+
+@pytest.mark.parametrize(
+    "field, value, error, message",
+    [
+        ("major", 2, TypeError, r"^x: expected DLPack version 1, got 2\.\d$"),
+        ("flags", 2, ValueError, "^x: expected the array's own memory, got a copy"),
+    ],
+)
+def test_dlpack_refusal_gives_the_memory_back(field, value, error, message):
+    source = np.zeros(3, np.float32)
+    alive = weakref.ref(source)
+    capsule = source.__dlpack__(max_version=(1, 0))
+    setattr(header(capsule), field, value)
+    with pytest.raises(error, match=message):
+        dlpack.Loan("x", None, capsule)
+    del source, capsule
+    gc.collect()
+    assert alive() is None
+
+
+def test_dlpack_refuses_other_devices_and_failing_producers():
+    metal = Producer(np.zeros(3, np.float32), device=(8, 0))
+    with pytest.raises(
+        ValueError, match="^x: expected a CPU or CUDA device, got DLPack device typ"
+    ):
+        arrays.view("x", metal)
+    expected = r"^x: expected an array that DLPack can export, got Producer \(BufferError: "
+    with pytest.raises(TypeError, match=expected):
+        arrays.view("x", Producer(np.zeros(3, "M8[s]"), device=(1, 0)))
+
+
+def header(capsule):
+    """The versioned structure in a capsule that is still fresh."""
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype = ctypes.c_void_p
+    get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    return dlpack._ManagedVersioned.from_address(get_pointer(capsule, b"dltensor_versioned"))
+
+
+def check(checked, **changes):
+    expected = {"dtypes": ("float32",), "shape": (2, 3), "device": 0}
+    arrays.check(checked, **(expected | changes))
+
+
+def test_check_accepts():
+    check(array(), dtypes=("bfloat16", "float32"), alignment=16, written=True)
+    check(array(writable=False, pointer=4098), alignment=2)
+    check(array(shape=(1, 3), strides=(77, 1)), shape=(1, 3))
+    check(array(shape=(0, 3), strides=(5, 5), pointer=1), shape=(0, 3), alignment=16)
+    check(array(shape=(), strides=()), shape=())
+
+
+@pytest.mark.parametrize(
+    "fields, expected, error, message",
+    [
+        ({}, {"dtypes": ("bfloat16",)}, TypeError, "q: expected dtype bfloat16, got float32"),
+        (
+            {"dtype": "int32"},
+            {"dtypes": ("bfloat16", "float32")},
+            TypeError,
+            "q: expected dtype bfloat16 or float32, got int32",
+        ),
+        ({}, {"shape": (3, 2)}, ValueError, "q: expected shape (3, 2), got (2, 3)"),
+        ({"device": 1}, {}, ValueError, "q: expected device cuda:0, got cuda:1"),
+        ({"device": arrays.CPU}, {}, ValueError, "q: expected device cuda:0, got cpu"),
+        (
+            {"strides": (1, 2)},
+            {},
+            ValueError,
+            "q: expected a contiguous array, got strides (1, 2) for shape (2, 3)",
+        ),
+        (
+            {"strides": (0, 1)},
+            {},
+            ValueError,
+            "q: expected a contiguous array, got strides (0, 1) for shape (2, 3)",
+        ),
+        (
+            {"pointer": 4104},
+            {"alignment": 16},
+            ValueError,
+            "q: expected an address divisible by 16, got 0x1008, 8 past one",
+        ),
+        (
+            {"writable": False},
+            {"written": True},
+            ValueError,
+            "q: expected a writable array, got a read-only one",
+        ),
+    ],
+)
+def test_check_says_what_is_wrong(fields, expected, error, message):
+    with pytest.raises(error) as caught:
+        check(array(**fields), **expected)
+    assert str(caught.value) == message
+
+
+def test_check_goes_from_kind_to_detail():
+    wrong = {"dtype": "int8", "shape": (9,), "strides": (2,), "device": 1, "pointer": 1}
+    order = [
+        ("dtype", "float32", "dtype"),
+        ("shape", (2, 3), "shape"),
+        ("device", 0, "device"),
+        ("strides", (3, 1), "contiguous"),
+        ("pointer", 4096, "address"),
+        ("writable", True, "writable"),
+    ]
+    wrong["writable"] = False
+    for field, right, word in order:
+        with pytest.raises((TypeError, ValueError), match=word):
+            check(array(**wrong), alignment=16, written=True)
+        wrong[field] = right
+        if field == "shape":
+            wrong["strides"] = (1, 2)
+    check(array(**wrong), alignment=16, written=True)
+
+
+def test_num_bytes():
+    assert array(dtype="bfloat16").num_bytes == 12
+    assert array(dtype="int64", shape=(5,)).num_bytes == 40
+    assert array(shape=(0, 3)).num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        0.5,
+        np.float32(0.5),
+        np.float64(0.5),
+        np.float16(0.5),
+        ml_dtypes.bfloat16(0.5),
+        np.array(0.5, np.float32),
+        np.array(0.5, BF16),
+        torch.tensor(0.5),
+        torch.tensor(0.5, dtype=torch.bfloat16),
+        torch.tensor(0.5, requires_grad=True),
+        Producer(np.array(0.5)),
+    ],
+    ids=lambda value: f"{type(value).__name__}-{getattr(value, 'dtype', '')}",
+)
+def test_real_of_every_kind(value, recwarn):
+    got = arrays.real("scale", value)
+    assert type(got) is float and got == 0.5
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("value", [-3, np.int8(-3), np.array(-3), torch.tensor(-3)])
+def test_real_takes_integers(value):
+    got = arrays.real("scale", value)
+    assert type(got) is float and got == -3.0
+
+
+def test_real_leaves_range_to_its_caller():
+    assert math.isnan(arrays.real("scale", np.float32("nan")))
+    assert arrays.real("scale", -math.inf) == -math.inf
+    with pytest.raises(ValueError, match="^scale: expected a number in float's range, got 1000"):
+        arrays.real("scale", 10**400)
+
+
+@pytest.mark.parametrize(
+    "value, got",
+    [
+        (True, "bool"),
+        (np.True_, "bool"),
+        (torch.tensor(True), "bool"),
+        ("0.5", "str"),
+        (None, "NoneType"),
+        ([0.5], "list"),
+        (0.5j, "complex"),
+        (np.complex64(1), "complex64"),
+        (np.timedelta64(1, "s"), r"timedelta64\[s\]"),
+        (np.ones(1), r"an array of shape \(1,\)"),
+        (torch.ones(1, 1), r"an array of shape \(1, 1\)"),
+    ],
+)
+def test_real_refuses(value, got):
+    with pytest.raises(TypeError, match=f"^scale: expected a real number, got {got}$"):
+        arrays.real("scale", value)
+
+
+def test_real_does_not_read_a_gpu():
+    cupy = pytest.importorskip("cupy")
+    host = np.zeros(1)
+    memory = cupy.cuda.UnownedMemory(host.ctypes.data, host.nbytes, host, 0)
+    scalar = cupy.ndarray((), np.float64, memptr=cupy.cuda.MemoryPointer(memory, 0))
+    expected = "^scale: expected a real number on the CPU, got a 0-d array on cuda:0, .*synchronis"
+    with pytest.raises(TypeError, match=expected):
+        arrays.real("scale", scalar)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_empty_like_stays_in_the_library(dtype):
+    source = torch.nn.Parameter(torch.zeros(3, 2, dtype=getattr(torch, dtype)).t())
+    new = arrays.empty_like(arrays.view("x", source))
+    assert type(new) is torch.Tensor and new.is_contiguous() and not new.requires_grad
+    assert (new.shape, new.dtype) == (source.shape, source.dtype)
+    source = np.zeros((3, 2), getattr(ml_dtypes, dtype, dtype)).T
+    new = arrays.empty_like(arrays.view("x", source))
+    assert type(new) is np.ndarray and new.flags.c_contiguous
+    assert (new.shape, new.dtype) == (source.shape, source.dtype)
+
+
+def test_empty_like_goes_by_the_dtype_of_the_view():
+    viewed = arrays.view("x", torch.zeros(3, dtype=torch.bfloat16))
+    viewed.dtype = "float32"
+    assert arrays.empty_like(viewed).dtype is torch.float32
+
+
+def test_empty_like_through_the_array_api():
+    producer = Producer(np.zeros((2, 3), np.float32))
+    viewed = arrays.view("v", producer)
+    with pytest.raises(
+        ValueError, match=r"^out: expected an array, got None, and Producer \(v\) ha"
+    ):
+        arrays.empty_like(viewed)
+    producer.__array_namespace__ = lambda: np
+    producer.device = "cpu"
+    new = arrays.empty_like(viewed)
+    assert (new.shape, new.dtype) == ((2, 3), np.float32)
+
+
+@pytest.mark.parametrize("wrap", [lambda tensor: tensor, Producer], ids=["torch", "dlpack"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int64"])
+def test_to_numpy_shares_memory(wrap, dtype):
+    source = torch.arange(24, dtype=getattr(torch, dtype)).reshape(2, 3, 4)[:, 1:].transpose(0, 1)
+    got = arrays.to_numpy(arrays.view("x", wrap(source)))
+    assert got.dtype == np.dtype(getattr(ml_dtypes, dtype, dtype))
+    np.testing.assert_array_equal(got.astype(np.float64), source.double().numpy())
+    got[...] = 7
+    assert bool((source == 7).all())
+
+
+def test_to_numpy_of_numpy_is_the_array_itself():
+    source = np.zeros(3)
+    assert arrays.to_numpy(arrays.view("x", source)) is source
+
+
+def test_to_numpy_keeps_memory_and_the_read_only_mark():
+    got = arrays.to_numpy(arrays.view("x", torch.full((1000,), 3.0)))
+    gc.collect()
+    assert (got == 3).all()
+    frozen = np.zeros(3, np.float32)
+    frozen.flags.writeable = False
+    assert not arrays.to_numpy(arrays.view("x", Producer(frozen))).flags.writeable
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)])
+def test_to_numpy_of_few_elements(shape):
+    got = arrays.to_numpy(arrays.view("x", torch.ones(shape, dtype=torch.bfloat16)))
+    assert got.shape == shape and got.dtype == BF16

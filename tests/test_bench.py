@@ -1,0 +1,143 @@
+"""The benchmark without a GPU: its cases, tables, plot and files, from made-up figures."""
+
+import json
+import math
+
+import bench
+import figures
+import numpy as np
+import pytest
+
+CASES = figures.load_cases()
+
+
+@pytest.fixture
+def result():
+    """Made-up figures of two cases, one of which a live peer failed on."""
+    return {
+        "machine": {"card": "A card", "driver": "1.2", "cupy": "14.0.0", "nvrtc": "12.9"},
+        "date": "2000-01-02",
+        "arrays": "torch",
+        "state": "bfloat16",
+        "copy_tb_per_s": 4.24,
+        "accuracy": {
+            "rand": {"out": 1e-3, "state": 2e-3},
+            "h12_2048": {"out": 1.5e-3, "state": 2.5e-3},
+        },
+        "bench": {
+            "h96_fixed_8192": {"ms": 0.7093, "ms_call": 0.72, "host_us": 33.3},
+            "h12_2048": {"ms": 0.05, "ms_call": 0.06, "host_us": 34.0},
+        },
+        "live": {"fla": {"h96_fixed_8192": 2.5, "h12_2048": "OSError: no"}},
+        "wrong": ["slow: out is off by 1.00e+00, allowed 4.70e-03"],
+    }
+
+
+def test_cases_are_complete():
+    assert len(CASES) == 25
+    for name, case in CASES.items():
+        assert case.gate in ("rand", "slow"), name
+        assert name.endswith("_slow") == (case.gate == "slow")
+        assert f"h{case.heads}_" in name
+        assert 0 < case.goal_ms < case.bar_ms
+        assert case.best_peer_ms <= case.flashkda_ms
+
+
+# From a copy bandwidth of 4.24 TB/s, by hand: 5 arrays of 2 bytes.
+@pytest.mark.parametrize(
+    ("name", "floor_ms"),
+    [("h96_fixed_8192", 0.2374), ("h64_mixed", 0.1583), ("h4_1024", 0.0012), ("h32_256", 0.0025)],
+)
+def test_floor(name, floor_ms):
+    assert round(CASES[name].floor_ms(4.24), 4) == floor_ms
+
+
+def test_table_has_a_row_per_measured_case(result):
+    header, _, *rows = figures.bench_table(result, CASES).splitlines()
+    assert header == (
+        "| case | ours | floor | FlashKDA | best peer | ratio | bar | call | host µs | fla here |"
+    )
+    assert rows == [
+        "| h96_fixed_8192 | **0.7093** | 0.2374 | 1.4186 | 1.4186 FlashKDA | 2.00 | 0.5500 "
+        "| 0.7200 | 33 | 2.5000 |",
+        "| h12_2048 | **0.0500** | 0.0074 | 0.2314 | 0.0477 cudnn-frontend | 0.95 | 0.0450 "
+        "| 0.0600 | 34 | OSError: no |",
+    ]
+
+
+def test_accuracy_table_has_the_limits_and_the_worst(result):
+    rows = figures.accuracy_table(result, CASES).splitlines()[2:]
+    assert rows == [
+        "| rand | 1.00e-03 | 2.00e-03 | 4.3e-03 | 2.8e-03 |",
+        "| worst of 1 benchmark cases, rand, bfloat16 state | 1.50e-03 | 2.50e-03 |  |  |",
+    ]
+
+
+def test_files(result, tmp_path):
+    pytest.importorskip("matplotlib")
+    bench.write(result, CASES, tmp_path / "new")
+    written = {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()}
+    assert json.loads(written["bench.json"]) == result
+    markdown = written["bench.md"].decode()
+    assert figures.bench_table(result, CASES) in markdown
+    assert "A card, driver 1.2, CuPy 14.0.0, NVRTC 12.9, 2000-01-02" in markdown
+    assert "WRONG: slow: out is off by" in markdown
+    assert written["bench.png"].startswith(b"\x89PNG")
+
+
+def test_nothing_measured_makes_no_plot(result, tmp_path):
+    result["bench"] = {}
+    bench.write(result, CASES, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "bench.md"]
+
+
+@pytest.mark.parametrize(
+    ("value", "ok"), [(1.0, True), (1.001, True), (1.1, False), (math.nan, False)]
+)
+def test_a_wrong_result_is_named(value, ok):
+    result = {"accuracy": {}, "wrong": []}
+    outputs = {"out": np.full((1, 3, 4, 2), value), "final_state": np.ones((1, 4, 2, 2))}
+    want = np.ones((1, 3, 2, 2)), np.ones((1, 2, 2, 2))
+    heads = slice(1, None, 2)
+    assert bench._judge("a case", outputs, want, heads, (5e-3, 5e-3), result) is ok
+    assert [line.partition(":")[0] for line in result["wrong"]] == ([] if ok else ["a case"])
+
+
+def test_progress_names_each_case(capsys):
+    assert list(bench._progress(["one", "two"])) == ["one", "two"]
+    assert capsys.readouterr().err.splitlines() == ["[1/2] one", "[2/2] two"]
+
+
+def test_command_line(monkeypatch, capsys, result):
+    with pytest.raises(SystemExit):
+        bench.main(["--case", "h1_1"])
+    monkeypatch.setattr(bench, "why_not", lambda: "no driver")
+    assert bench.main([]) == 1
+    assert "needs an NVIDIA GPU and CuPy (no driver)" in capsys.readouterr().err
+
+    asked = []
+
+    def run(names, cases, check, into):
+        asked.append((names, check))
+        into.update(result)
+
+    monkeypatch.setattr(bench, "why_not", lambda: None)
+    monkeypatch.setattr(bench, "run", run)
+    assert bench.main(["--case", "h12_2048", "--no-check"]) == 1
+    assert asked == [(["h12_2048"], False)]
+    result["wrong"] = []
+    assert bench.main([]) == 0
+    assert asked[1] == (list(CASES), True)
+    assert capsys.readouterr().out.count("| h12_2048 |") == 2
+
+
+def test_what_was_measured_before_a_crash_is_printed(monkeypatch, capsys, result):
+    def run(_names, _cases, _check, into):
+        into.update(result)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(bench, "why_not", lambda: None)
+    monkeypatch.setattr(bench, "run", run)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bench.main([])
+    assert "| h12_2048 |" in capsys.readouterr().out

@@ -1,0 +1,376 @@
+"""The door to the compiler: the digest, the options, the caches, and what its errors name.
+
+`FakeCuPy` stands in where CuPy would ask for a GPU.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cukda import jit
+
+ROOT = Path(__file__).resolve().parent.parent
+SIGMOID = (
+    ("INPUT_DTYPE", 0),
+    ("OUTPUT_DTYPE", 0),
+    ("NUM_THREADS", 256),
+    ("VECTORS", 4),
+)
+
+
+def run_python(code: str, **environment: str) -> str:
+    """What a new interpreter prints."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch) -> Path:
+    """A copy of cuda_src/ that jit compiles from."""
+    copy = tmp_path / "cuda_src"
+    shutil.copytree(jit.source_dir(), copy)
+    monkeypatch.setattr(jit, "source_dir", lambda: copy)
+    return copy
+
+
+def test_digest_sees_an_edit_of_any_file(sources):
+    digests = [jit.source_digest()]
+    for path in sorted(sources.iterdir()):
+        path.write_bytes(path.read_bytes() + b"\n")
+        digests.append(jit.source_digest())
+    assert len(set(digests)) == len(digests) == 1 + len(list(sources.iterdir()))
+
+
+def test_digest_sees_names_and_where_a_file_ends(sources):
+    digests = {jit.source_digest()}
+    (sources / "tile.cuh").rename(sources / "tiles.cuh")
+    digests.add(jit.source_digest())
+    (sources / "a.cuh").write_bytes(b"xb.cuh")
+    (sources / "b.cuh").write_bytes(b"")
+    digests.add(jit.source_digest())
+    (sources / "a.cuh").write_bytes(b"x")
+    (sources / "b.cuh").write_bytes(b"b.cuh")
+    digests.add(jit.source_digest())
+    assert len(digests) == 4
+
+
+def test_digest_is_the_same_in_another_process_and_place(sources):
+    here = jit.source_digest()
+    assert here == run_python("from cukda import jit; print(jit.source_digest())").strip()
+
+
+def test_all_sources_count():
+    assert {path.suffix for path in jit.source_dir().iterdir()} == {".cu", ".cuh"}
+    assert jit.source_dir() == ROOT / "cuda_src" or not (ROOT / "cuda_src").exists()
+
+
+def test_an_installed_package_has_its_own_sources(tmp_path, monkeypatch):
+    package = tmp_path / "cukda"
+    (package / "cuda_src").mkdir(parents=True)
+    (tmp_path / "cuda_src").mkdir()
+    monkeypatch.setattr(jit, "__file__", str(package / "jit.py"))
+    assert jit.source_dir() == package / "cuda_src"
+    (package / "cuda_src").rmdir()
+    assert jit.source_dir() == tmp_path / "cuda_src"
+
+
+def test_compile_takes_the_edited_header(sources):
+    before = jit.compile("sigmoid.cu", SIGMOID, "sm_80")
+    assert jit.compile("sigmoid.cu", SIGMOID, "sm_80").cubin == before.cubin
+    header = sources / "ptx.cuh"
+    header.write_text(header.read_text().replace("tanh.approx.f32", "ex2.approx.ftz.f32"))
+    assert jit.compile("sigmoid.cu", SIGMOID, "sm_80").cubin != before.cubin
+
+
+def test_compile_reports_what_the_assembler_says(sources):
+    (sources / "two.cu").write_text(
+        'extern "C" __global__ void lean(float* x) { x[threadIdx.x] = 1.0f; }\n'
+        'extern "C" __global__ void heavy(float* x, int i) {\n'
+        "    __shared__ float shared[64];\n"
+        "    float local[100];\n"
+        "    for (int j = 0; j < 100; ++j) local[j] = x[j];\n"
+        "    shared[threadIdx.x] = local[i];\n"
+        "    __syncthreads();\n"
+        "    x[threadIdx.x] = shared[63 - threadIdx.x];\n"
+        "}\n"
+    )
+    found = jit.compile("two.cu", (), "sm_90a").resources
+    assert set(found) == {"lean", "heavy"}
+    assert found["lean"].stack_bytes == found["lean"].shared_bytes == 0
+    assert found["heavy"].stack_bytes == 400
+    assert found["heavy"].shared_bytes == 256
+    assert 0 < found["lean"].registers < found["heavy"].registers
+
+
+def test_compile_sees_spills(sources):
+    (sources / "spill.cu").write_text(
+        'extern "C" __global__ void __launch_bounds__(1024, 2) spill(float* x) {\n'
+        "    float a[64];\n"
+        "#pragma unroll\n"
+        "    for (int i = 0; i < 64; ++i) a[i] = x[1024 * i + threadIdx.x];\n"
+        "    __syncthreads();\n"
+        "#pragma unroll\n"
+        "    for (int i = 0; i < 64; ++i) x[1024 * i + threadIdx.x] = a[i] * a[63 - i];\n"
+        "}\n"
+    )
+    found = jit.compile("spill.cu", (), "sm_80").resources["spill"]
+    assert found.spill_stores > 0 and found.spill_loads > 0
+
+
+def test_compile_error_names_file_line_and_versions(sources):
+    (sources / "broken.cu").write_text("\nint x = y;\n")
+    with pytest.raises(RuntimeError, match=r"(?s)broken\.cu .*sm_80.*NVRTC \d+.*broken\.cu\(2\)"):
+        jit.compile("broken.cu", (), "sm_80")
+
+
+def test_compile_error_names_an_unknown_architecture():
+    with pytest.raises(RuntimeError, match=r"(?s)sigmoid\.cu .*sm_999.*NVRTC \d+.*arch"):
+        jit.compile("sigmoid.cu", SIGMOID, "sm_999")
+
+
+def test_without_cupy_the_error_names_the_extras():
+    printed = run_python(
+        "import sys\n"
+        "sys.modules['cupy'] = None\n"
+        "from cukda import jit\n"
+        "for call in (lambda: jit.compile('sigmoid.cu', (), 'sm_80'),\n"
+        "             lambda: jit.kernel('sigmoid.cu', 'sigmoid_forward')):\n"
+        "    try:\n"
+        "        call()\n"
+        "    except ImportError as error:\n"
+        "        print(error)\n"
+    )
+    messages = printed.strip().splitlines()
+    assert len(messages) == 2
+    for message in messages:
+        assert "CuPy" in message and "cukda[cuda12]" in message and "cukda[cuda13]" in message
+
+
+COMPILE_AND_SHOW_FOLDER = (
+    "import os\n"
+    "before = dict(os.environ)\n"
+    "from cukda import jit\n"
+    "jit.import_cupy()\n"
+    f"assert jit.compile('sigmoid.cu', {SIGMOID}, 'sm_80').cubin\n"
+    "assert dict(os.environ) == before\n"
+    "print(jit._process_folder().name)\n"
+)
+
+
+@pytest.mark.parametrize("variable", ["HOME", "CUPY_CACHE_DIR"])
+def test_unwritable_cache_folder(variable, tmp_path):
+    """Under a file no folder can be made, not even by root; so it is with a read-only home."""
+    (tmp_path / "file").touch()
+    environment = {variable: str(tmp_path / "file" / "folder"), "TMPDIR": str(tmp_path)}
+    if variable == "HOME":
+        # Unset is what most people have; empty would be a folder name to CuPy.
+        code = "import os\nos.environ.pop('CUPY_CACHE_DIR', None)\n" + COMPILE_AND_SHOW_FOLDER
+    else:
+        code = COMPILE_AND_SHOW_FOLDER
+    folder = Path(run_python(code, **environment).strip())
+    assert folder.parent == tmp_path
+    assert not folder.exists(), "the process's folder outlived it"
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class CUDADriverError(RuntimeError):
+    pass
+
+
+class CompileException(Exception):
+    pass
+
+
+class NVRTCError(RuntimeError):
+    pass
+
+
+class FakeCuPy:
+    """Records what jit asks of CuPy."""
+
+    __version__ = "14.0.0"
+
+    def __init__(self):
+        self.device = 0
+        self.capability = "90"
+        self.modules = []
+        self.launches = []
+        self.attributes = []
+        self.loaded = []
+        self.fail_with = None
+        function = types.SimpleNamespace(Module=self._module)
+        driver = types.SimpleNamespace(
+            CUDADriverError=CUDADriverError,
+            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8,
+            funcSetAttribute=lambda *args: self.attributes.append(args),
+            get_build_version=lambda: 12090,
+        )
+        runtime = types.SimpleNamespace(
+            CUDARuntimeError=CUDARuntimeError,
+            getDevice=lambda: self.device,
+            driverGetVersion=lambda: 12040,
+        )
+        nvrtc = types.SimpleNamespace(NVRTCError=NVRTCError, getVersion=lambda: (12, 9))
+        self.cuda = types.SimpleNamespace(
+            Device=lambda: types.SimpleNamespace(compute_capability=self.capability),
+            compiler=types.SimpleNamespace(CompileException=CompileException),
+            driver=driver,
+            function=function,
+            nvrtc=nvrtc,
+            runtime=runtime,
+        )
+
+    def RawModule(self, **arguments):
+        self.modules.append(arguments)
+        return types.SimpleNamespace(get_function=self._raw_kernel)
+
+    def _raw_kernel(self, entry):
+        if self.fail_with is not None:
+            raise self.fail_with
+        return types.SimpleNamespace(kernel=self._function(entry))
+
+    def _module(self):
+        return types.SimpleNamespace(load=self.loaded.append, get_function=self._function)
+
+    def _function(self, entry):
+        class Function:
+            ptr = 1234
+
+            def __call__(_, grid, block, args, shared_bytes, stream):
+                self.launches.append((entry, grid, block, args, shared_bytes, stream.ptr))
+
+        return Function()
+
+
+@pytest.fixture
+def fake(monkeypatch) -> FakeCuPy:
+    fake = FakeCuPy()
+    monkeypatch.setattr(jit, "import_cupy", lambda: fake)
+    monkeypatch.setattr(jit, "_kernels", {})
+    return fake
+
+
+def test_raw_module_gets_the_digest_and_the_defines(fake, sources):
+    jit.kernel("sigmoid.cu", "sigmoid_forward", SIGMOID)
+    options = fake.modules[0]["options"]
+    assert f"-DCUKDA_DIGEST={jit.source_digest()}" in options
+    assert f"-I{sources}" in options
+    assert {f"-D{name}={value}" for name, value in SIGMOID} <= set(options)
+    assert fake.modules[0]["code"] == '#include "sigmoid.cu"\n'
+
+    (sources / "ptx.cuh").write_text("// edited\n")
+    jit._kernels.clear()
+    jit.kernel("sigmoid.cu", "sigmoid_forward", SIGMOID)
+    assert fake.modules[1]["options"] != options
+
+
+def test_kernel_is_compiled_once_for_each_device_and_variant(fake):
+    first = jit.kernel("a.cu", "entry", (("X", 1),))
+    assert jit.kernel("a.cu", "entry", (("X", 1),)) is first
+    assert len(fake.modules) == 1
+    assert jit.kernel("a.cu", "entry", (("X", 2),)) is not first
+    assert jit.kernel("a.cu", "other", (("X", 1),)) is not first
+    fake.device = 1
+    elsewhere = jit.kernel("a.cu", "entry", (("X", 1),))
+    assert elsewhere is not first
+    fake.device = 0
+    assert jit.kernel("a.cu", "entry", (("X", 1),)) is first
+    assert len(fake.modules) == 4
+
+
+def test_shared_memory_limit_only_rises(fake):
+    kernel = jit.kernel("a.cu", "entry")
+    assert fake.attributes == []
+    assert jit.kernel("a.cu", "entry", shared_bytes=60_000) is kernel
+    assert jit.kernel("a.cu", "entry", shared_bytes=50_000) is kernel
+    assert jit.kernel("a.cu", "entry", shared_bytes=70_000) is kernel
+    assert fake.attributes == [(1234, 8, 60_000), (1234, 8, 70_000)]
+
+
+def test_launch(fake):
+    kernel = jit.kernel("a.cu", "entry")
+    args = (np.uint64(7), np.float32(0.5))
+    kernel(3, 128, 1024, 99, args)
+    kernel((2, 3), 64, 0, 0, args)
+    assert fake.launches == [
+        ("entry", (3,), (128,), args, 1024, 99),
+        ("entry", (2, 3), (64,), args, 0, 0),
+    ]
+
+
+@pytest.mark.parametrize("grid", [0, (0,), (4, 0), (0, 4)])
+def test_an_empty_grid_launches_nothing(fake, grid):
+    jit.kernel("a.cu", "entry")(grid, 128, 0, 0, ())
+    assert fake.launches == []
+
+
+@pytest.mark.parametrize("error", [PermissionError, FileNotFoundError, OSError])
+def test_a_failing_disk_cache_is_gone_round(fake, monkeypatch, error):
+    fake.fail_with = error("the cache folder is read-only")
+    compiled = []
+
+    def compile(source, defines, arch):
+        compiled.append((source, defines, arch))
+        return jit.Compiled(b"binary", "", {})
+
+    monkeypatch.setattr(jit, "compile", compile)
+    kernel = jit.kernel("a.cu", "entry", (("X", 1),))
+    assert compiled == [("a.cu", (("X", 1),), "sm_90")]
+    assert fake.loaded == [b"binary"]
+    kernel(1, 32, 0, 0, ())
+    assert len(fake.launches) == 1
+
+
+def test_too_old_a_gpu_is_named(fake):
+    fake.capability = "75"
+    with pytest.raises(RuntimeError, match=r"expected .* 8\.0 or newer.*got 7\.5"):
+        jit.kernel("a.cu", "entry")
+
+
+@pytest.mark.parametrize(
+    "error", [CompileException("log"), NVRTCError("log"), CUDADriverError("log")]
+)
+def test_a_mismatch_names_all_who_take_part(fake, error):
+    fake.fail_with = error
+    versions = r"driver for CUDA 12\.4, CuPy 14\.0\.0 for CUDA 12, NVRTC 12\.9"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"a\.cu .*sm_90.*{versions}.*log") as raised:
+            jit.kernel("a.cu", "entry")
+        assert raised.value.__cause__ is error
+    fake.fail_with = None
+    jit.kernel("a.cu", "entry")
+
+
+def test_a_missing_nvrtc_names_the_extra(fake):
+    def fail():
+        raise RuntimeError("cannot open libnvrtc.so.12")
+
+    fake.cuda.nvrtc.getVersion = fail
+    with pytest.raises(RuntimeError, match=r"NVRTC for CUDA 12.*cukda\[cuda12\].*libnvrtc"):
+        jit.kernel("a.cu", "entry")
+
+
+def test_too_old_a_driver_is_named(fake):
+    def fail():
+        raise CUDARuntimeError("driver version is insufficient")
+
+    fake.cuda.runtime.getDevice = fail
+    with pytest.raises(RuntimeError, match=r"driver for CUDA 12\.4.*insufficient"):
+        jit.kernel("a.cu", "entry")
