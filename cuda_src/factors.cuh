@@ -97,18 +97,20 @@ __device__ inline void inspect_q_g(RawChunk& raw, Tokens& tokens, int lane) {
 // k's norms and beta: one warp. beta_logit is that of token `lane`, for lanes below 16.
 __device__ inline void inspect_k_beta(RawChunk& raw, Tokens& tokens, float beta_logit, int lane) {
     const float2 sums = safe_sums_of_squares(raw.k, lane);
+    const float infinity = __int_as_float(0x7f800000);
     const bool diagonal = lane % 4 == lane / 8;
+    const bool good_low = sums.x < infinity, good_high = sums.y < infinity;
     if (diagonal) {
-        tokens.k_norm[lane / 4] = rsqrtf(sums.x + 1e-6f);
-        tokens.k_norm[lane / 4 + 8] = rsqrtf(sums.y + 1e-6f);
+        // Zero where k is not finite: such a row is cleared, and zero times NaN would not be.
+        tokens.k_norm[lane / 4] = good_low ? rsqrtf(sums.x + 1e-6f) : 0.0f;
+        tokens.k_norm[lane / 4 + 8] = good_high ? rsqrtf(sums.y + 1e-6f) : 0.0f;
     }
     const float beta = fmaf(0.5f, tanh_approx(0.5f * beta_logit), 0.5f);
     const bool beta_is_nan = lane < chunk && beta != beta;
     if (lane < chunk) tokens.beta[lane] = beta_is_nan ? 0.0f : beta;
 
-    const float infinity = __int_as_float(0x7f800000);
-    const u32 bad_low = __ballot_sync(~0u, diagonal && !(sums.x < infinity));
-    const u32 bad_high = __ballot_sync(~0u, diagonal && !(sums.y < infinity));
+    const u32 bad_low = __ballot_sync(~0u, diagonal && !good_low);
+    const u32 bad_high = __ballot_sync(~0u, diagonal && !good_high);
     const u32 bad_beta = __ballot_sync(~0u, beta_is_nan);
     const int finite_k = bad_low ? first_lane(bad_low, 0) / 4 : 8 + first_lane(bad_high, 32) / 4;
     if (lane == 0) tokens.num_finite_k = min(finite_k, first_lane(bad_beta, chunk));

@@ -27,6 +27,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
 import figures  # noqa: E402
 
+# Of cukda.__main__.installed(), what a time depends on.
+MACHINE = ("card", "driver", "cuda", "cupy", "nvrtc", "torch", "python")
 STATE = "bfloat16"
 NUM_HEADS_CHECKED = 4
 NUM_REPLAYS = 30
@@ -52,8 +54,10 @@ def run(names: list[str], cases: dict, check: bool, result: dict) -> None:
     from cukda.__main__ import copy_bandwidth, installed
 
     torch = _torch_with_gpu()
+    found = installed()
+    cupy.cuda.Device(found["best_gpu"]).use()
     result.update(
-        machine=installed(),
+        machine={key: found[key] for key in MACHINE},
         date=time.strftime("%Y-%m-%d", time.gmtime()),
         arrays="torch" if torch else "CuPy",
         state=STATE,

@@ -2,7 +2,7 @@
 
 A result, as bench.py makes it and gpu_record.py keeps it, is a dict:
 
-    machine        {card, driver, cupy, nvrtc, ...}: cukda.__main__.installed()
+    machine        {card, driver, cuda, cupy, nvrtc, torch, python}
     copy_tb_per_s  bytes read plus bytes written of a large copy, per second
     arrays, state  the library and the state dtype that were timed
     accuracy       {case: {out, state}}, relative errors against the float64 recurrence
@@ -141,10 +141,12 @@ def plot(result: dict, cases: dict[str, Case], path: Path) -> None:
         best, height, marker="o", s=44, facecolors="none", edgecolors="tab:red",
         label="best peer, H200", zorder=3,
     )  # fmt: skip
+    colours = iter(["tab:green", "tab:purple"])
     for peer, times in result.get("live", {}).items():
         timed = [(times[name], y) for y, name in enumerate(names) if _is_time(times.get(name))]
         if timed:
-            axes.scatter(*zip(*timed, strict=True), marker="^", s=28, label=f"{peer}, here")
+            x, y = zip(*timed, strict=True)
+            axes.scatter(x, y, marker="^", s=28, color=next(colours), label=f"{peer}, here")
     axes.scatter(ours, height, marker="D", s=36, color="tab:blue", label="cukda", zorder=4)
     axes.set_xscale("log")
     axes.set_xlabel("milliseconds per call (device time)")

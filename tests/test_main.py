@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import inputs
 import numpy as np
@@ -17,7 +18,8 @@ main = importlib.import_module("cukda.__main__")
 
 def run_module(*arguments):
     command = [sys.executable, "-m", "cukda", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    root = Path(__file__).parents[1]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture
