@@ -94,8 +94,9 @@ __device__ inline void inspect_q_g(RawChunk& raw, Tokens& tokens, int lane) {
     if (lane == 0) tokens.num_finite_g = num_finite;
 }
 
-// k's norms and beta: one warp. beta_logit is that of token `lane`, for lanes below 16.
-__device__ inline void inspect_k_beta(RawChunk& raw, Tokens& tokens, float beta_logit, int lane) {
+// k's norms and beta: one warp. beta_logit (bf16) is that of token `lane`, for lanes below 16; it
+// comes unconverted, since converting it would wait for its load.
+__device__ inline void inspect_k_beta(RawChunk& raw, Tokens& tokens, u16 beta_logit, int lane) {
     const float2 sums = safe_sums_of_squares(raw.k, lane);
     const float infinity = __int_as_float(0x7f800000);
     const bool diagonal = lane % 4 == lane / 8;
@@ -105,7 +106,7 @@ __device__ inline void inspect_k_beta(RawChunk& raw, Tokens& tokens, float beta_
         tokens.k_norm[lane / 4] = good_low ? rsqrtf(sums.x + 1e-6f) : 0.0f;
         tokens.k_norm[lane / 4 + 8] = good_high ? rsqrtf(sums.y + 1e-6f) : 0.0f;
     }
-    const float beta = fmaf(0.5f, tanh_approx(0.5f * beta_logit), 0.5f);
+    const float beta = fmaf(0.5f, tanh_approx(0.5f * bf16_low(beta_logit)), 0.5f);
     const bool beta_is_nan = lane < chunk && beta != beta;
     if (lane < chunk) tokens.beta[lane] = beta_is_nan ? 0.0f : beta;
 

@@ -100,15 +100,15 @@ __device__ inline void produce(Shared& smem, const Item& item, const u16* q, con
     };
     const auto load_beta = [&](int index) {
         const bool live = lane < tokens_in_chunk(item.num_tokens, index);
-        return live ? bf16_low(beta[static_cast<i64>(index * chunk + lane) * num_heads]) : 0.0f;
+        return live ? beta[static_cast<i64>(index * chunk + lane) * num_heads] : u16{0};
     };
-    const auto inspect = [&](int buffer, float beta_logit) {
+    const auto inspect = [&](int buffer, u16 beta_logit) {
         if (warp == 2) inspect_q_g(group.raw[buffer], group.tokens[buffer], lane);
         if (warp == 3) inspect_k_beta(group.raw[buffer], group.tokens[buffer], beta_logit, lane);
     };
 
     const int num_chunks = (item.num_tokens + chunk - 1) / chunk;
-    float beta_logit = load_beta(group_idx);
+    u16 beta_logit = load_beta(group_idx);
     fetch_chunk(group_idx, group.raw[0]);
     fetch_chunk(group_idx + num_groups, group.raw[1]);
     cp_async_wait_group<1>();

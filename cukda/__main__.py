@@ -1,9 +1,9 @@
 """python -m cukda: what is installed, and a run of real size, checked and timed.
 
 The run is on the best GPU there is, or on the CPU without one. It is checked against the float64
-recurrence `recurrence` below, token by token, on a few heads, and its time is compared with the
-time in which the same device copies the bytes of q, k, v, g and out. Exit status 1 when the run
-fails or its result is wrong.
+recurrence `recurrence` below, token by token, on a few heads, and on a GPU its time is compared
+with the time in which the same GPU copies the bytes of q, k, v, g and out. Exit status 1 when the
+run fails or its result is wrong.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import contextlib
 import functools
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
 import statistics
@@ -24,6 +23,7 @@ import ml_dtypes
 import numpy as np
 
 import cukda
+from cukda import jit
 
 HEAD_DIM = 128
 GPU_SHAPE = (8192, 96)  # tokens, heads
@@ -34,7 +34,7 @@ NUM_DISTINCT_HEADS = 8
 HEAD_AXIS = {"A_log": 0, "dt_bias": 0, "initial_state": 1}  # of all others, 2
 # The contract's limits for such inputs, widened because two heads scatter round the mean of all.
 OUT_LIMIT, STATE_LIMIT = 5e-3, 3.5e-3
-COPY_BYTES = {"gpu": 1 << 30, "cpu": 1 << 28}
+COPY_BYTES = 1 << 30
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,10 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     options = parser.parse_args(arguments)
 
-    report = {"installed": installed()}
-    if not options.json:
-        print(_installed_text(report["installed"]), flush=True)
+    report = {}
     try:
+        report["installed"] = installed()
+        if not options.json:
+            print(_installed_text(report["installed"]), flush=True)
         if report["installed"]["card"]:
             report["run"] = _run_on_gpu(report["installed"]["best_gpu"])
         else:
@@ -73,25 +74,30 @@ def installed() -> dict:
         "gpus": [],
         "best_gpu": None,
         "card": None,
-        "cache": os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache")),
+        "cache": jit.cache_folder(),
         "no_gpu_because": None,
+        "no_nvrtc_because": None,
     }
     found["driver"] = _driver_version()
     try:
-        import cupy
+        cupy = jit.import_cupy()
     except ImportError as error:
-        found["no_gpu_because"] = f"CuPy does not import ({error})"
+        found["no_gpu_because"] = f"CuPy does not import ({error.__cause__})"
         if found["driver"]:
             found["no_gpu_because"] += ": pip install 'cukda[cuda12]', or cukda[cuda13] for CUDA 13"
         return found
     found["cupy"] = cupy.__version__
-    found["nvrtc"] = _nvrtc_version()
+    try:
+        found["nvrtc"] = jit.nvrtc_version()
+    except RuntimeError as error:
+        found["no_nvrtc_because"] = str(error)
     runtime = cupy.cuda.runtime
     try:
         count = runtime.getDeviceCount()
         found["cuda"] = _dotted(runtime.driverGetVersion())
     except runtime.CUDARuntimeError as error:
-        found["no_gpu_because"] = str(error)
+        has_driver = runtime.driverGetVersion() != 0
+        found["no_gpu_because"] = str(error) if has_driver else "no NVIDIA driver is installed"
         return found
     for ordinal in range(count):
         properties = runtime.getDeviceProperties(ordinal)
@@ -140,7 +146,7 @@ def copy_bandwidth() -> float:
     import cupy
 
     free_bytes = cupy.cuda.runtime.memGetInfo()[0]
-    source = cupy.zeros(min(COPY_BYTES["gpu"], free_bytes // 4), dtype=cupy.uint8)
+    source = cupy.zeros(min(COPY_BYTES, free_bytes // 4), dtype=cupy.uint8)
     target = cupy.zeros_like(source)
     milliseconds = _gpu_ms(functools.partial(cupy.copyto, target, source))
     return 2 * source.nbytes / milliseconds * 1e3
@@ -176,8 +182,11 @@ def _run_on_gpu(ordinal: int) -> dict:
         got = cupy.asnumpy(out[:, :, checked].view(np.int16)).view(ml_dtypes.bfloat16)
         with _progress("checking against float64"):
             errors = _errors(data, checked, got, cupy.asnumpy(final_state[:, checked]), sigmoid)
-    where = f"cuda:{ordinal}"
-    return _run_report(where, tokens, heads, milliseconds, bandwidth, errors, first_seconds)
+    return _run_report(f"cuda:{ordinal}", tokens, heads, milliseconds, errors) | {
+        "first_call_s": first_seconds,
+        "copy_tb_per_s": bandwidth / 1e12,
+        "copy_share": _num_bytes(tokens, heads) / bandwidth * 1e3 / milliseconds,
+    }
 
 
 def _run_on_cpu() -> dict:
@@ -192,20 +201,16 @@ def _run_on_cpu() -> dict:
     checked = slice(0, NUM_HEADS_CHECKED)
     with _progress("checking against float64"):
         errors = _errors(data, checked, out[:, :, checked], final_state[:, checked], _sigmoid)
-    return _run_report("cpu", tokens, heads, 1e3 * seconds, _cpu_copy_bandwidth(), errors, seconds)
+    return _run_report("cpu", tokens, heads, 1e3 * seconds, errors)
 
 
-def _run_report(where, tokens, heads, milliseconds, bandwidth, errors, first_seconds) -> dict:
-    copy_ms = _num_bytes(tokens, heads) / bandwidth * 1e3
+def _run_report(where, tokens, heads, milliseconds, errors) -> dict:
     out_error, state_error = errors
     return {
         "where": where,
         "tokens": tokens,
         "heads": heads,
-        "first_call_s": first_seconds,
         "ms": milliseconds,
-        "copy_tb_per_s": bandwidth / 1e12,
-        "copy_share": copy_ms / milliseconds,
         "out_error": out_error,
         "state_error": state_error,
         "ok": _within(out_error, OUT_LIMIT) and _within(state_error, STATE_LIMIT),
@@ -292,17 +297,6 @@ def _gpu_ms(call, num_calls: int = 20) -> float:
     return statistics.median(cupy.cuda.get_elapsed_time(*pair) for pair in pairs)
 
 
-def _cpu_copy_bandwidth() -> float:
-    source = np.ones(COPY_BYTES["cpu"], dtype=np.uint8)
-    target = np.ones_like(source)
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        np.copyto(target, source)
-        seconds.append(time.perf_counter() - start)
-    return 2 * source.nbytes / statistics.median(seconds)
-
-
 @contextlib.contextmanager
 def _progress(what: str):
     """A line on stderr while the body runs; on a terminal it counts seconds and then goes."""
@@ -350,16 +344,6 @@ def _driver_version() -> str | None:
     return lines[0] if lines else None
 
 
-def _nvrtc_version() -> str | None:
-    from cupy.cuda import nvrtc
-
-    try:
-        return ".".join(map(str, nvrtc.getVersion()))
-    # CuPy loads NVRTC here, and each way of not finding it has an exception of its own.
-    except Exception:
-        return None
-
-
 def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
@@ -370,6 +354,8 @@ def _installed_text(found: dict) -> str:
 
     lines = [f"cukda {found['cukda']}, {packages('python', 'numpy', 'ml_dtypes', 'torch')}"]
     lines.append(f"{packages('cupy', 'nvrtc')}, kernel cache {found['cache']}")
+    if found["no_nvrtc_because"]:
+        lines.append(found["no_nvrtc_because"])
     for ordinal, gpu in enumerate(found["gpus"]):
         lines.append(
             f"cuda:{ordinal} {gpu['name']}, {gpu['arch']}, {gpu['sms']} SMs, "
@@ -385,12 +371,12 @@ def _run_text(run: dict) -> str:
         return f"FAILED: {run['error']}"
     rows = [
         ("KDA forward", f"{run['where']}, T={run['tokens']}, H={run['heads']}, D={HEAD_DIM}"),
-        ("first call", f"{run['first_call_s']:.2f} s"),
         ("time", f"{run['ms']:.3f} ms"),
-        (
-            "copy bandwidth",
-            f"{run['copy_share']:.1%} used of {run['copy_tb_per_s']:.3g} TB/s measured",
-        ),
+    ]
+    if run["where"] != "cpu":
+        copy = f"{run['copy_share']:.1%} used of {run['copy_tb_per_s']:.3g} TB/s measured"
+        rows += [("first call", f"{run['first_call_s']:.2f} s"), ("copy bandwidth", copy)]
+    rows += [
         ("error of out", _error_text(run["out_error"], OUT_LIMIT)),
         ("error of state", _error_text(run["state_error"], STATE_LIMIT)),
         ("check", "ok" if run["ok"] else "WRONG"),

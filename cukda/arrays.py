@@ -47,7 +47,7 @@ class Array:
     @property
     def num_bytes(self) -> int:
         """Bytes from element 0 to the end of a contiguous array of a dtype that kernels take."""
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+        return _num_bytes(self.shape, self.dtype)
 
     @property
     def is_contiguous(self) -> bool:
@@ -86,7 +86,6 @@ def view(name: str, array: object, stream: object = None) -> Array:
 
 def check(
     array: Array,
-    *,
     dtypes: tuple[str, ...],
     shape: tuple[int, ...],
     device: int,
@@ -96,7 +95,7 @@ def check(
     """Refuse an array that a kernel could not take as it is. alignment is in bytes.
 
     Errors: TypeError (dtype), then ValueError (shape, device, contiguity, alignment, read-only
-    when written), as `name: expected X, got Y`.
+    when written), as `name: expected X, got Y`, strides in elements.
     """
     name = array.name
     if array.dtype not in dtypes:
@@ -107,7 +106,7 @@ def check(
         expected, got = device_name(device), device_name(array.device)
         raise ValueError(f"{name}: expected device {expected}, got {got}")
     if not _is_contiguous(shape, array.strides):
-        got = f"strides {array.strides} for shape {shape}"
+        got = f"strides {array.strides}, in elements, for shape {shape}"
         raise ValueError(f"{name}: expected a contiguous array, got {got}")
     if array.pointer % alignment and array.size:
         got = f"{array.pointer:#x}, {array.pointer % alignment} past one"
@@ -409,6 +408,11 @@ def _in_elements(name: str, strides: tuple[int, ...], itemsize: int) -> tuple[in
 def _dtype_name(dtype: object) -> str:
     """The name of a dtype of torch, CuPy or NumPy; a foreign byte order keeps its mark."""
     return str(dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(maxsize=1024)
+def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * _ITEM_BYTES[dtype]
 
 
 def _numpy_dtype(name: str) -> np.dtype:

@@ -24,7 +24,7 @@ _V_ROWS = (128, 64, 32)
 _NUM_STAGES = (4, 2)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Variant:
     """One compiled form of the kernel."""
 
@@ -52,7 +52,7 @@ class Variant:
         )
         return -(-used // _ALIGNMENT) * _ALIGNMENT
 
-    @property
+    @functools.cached_property
     def defines(self) -> tuple[tuple[str, int], ...]:
         return (
             ("V_ROWS", self.v_rows),

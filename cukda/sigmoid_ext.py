@@ -5,6 +5,7 @@ This one and `cuda_src/sigmoid.cu` are the smallest such pair; `kda.py` is the l
 """
 
 import dataclasses
+import struct
 
 import numpy as np
 
@@ -16,6 +17,8 @@ _NUM_THREADS = 256
 # 16-byte loads that a thread has in flight.
 _VECTORS = 4
 _VECTOR_BYTES = 16
+# x, y, size.
+_PARAMETERS = struct.Struct("@PPq")
 
 
 def _variant(input_dtype: str, output_dtype: str) -> jit.Variant:
@@ -37,7 +40,7 @@ def sigmoid_tanh_fp32(x, *, stream=None):
 
     x:       float32, bfloat16 or float16, any shape, contiguous; on a GPU, or on the CPU, where
              NumPy computes.
-    stream:  what to run on instead of the caller's current stream.
+    stream:  what to run on instead of the caller's current stream; ignored on the CPU.
 
     Returns a new float32 array of x's shape, library and device. NaN gives NaN, ±inf exactly 1
     and 0. The call does not synchronise. Raises TypeError (kind, dtype) or ValueError (layout)
@@ -55,7 +58,7 @@ def sigmoid(x, out=None, *, stream=None):
     x:       as for sigmoid_tanh_fp32.
     out:     of x's dtype, shape and device, written and returned; may be x itself. None allocates
              one in x's library.
-    stream:  what to run on instead of the caller's current stream.
+    stream:  what to run on instead of the caller's current stream; ignored on the CPU.
 
     Raises TypeError (kind, dtype) or ValueError (shape, device, layout) that names the argument.
     """
@@ -109,7 +112,7 @@ def _compute(source: arrays.Array, target: arrays.Array, stream) -> None:
     variant = _VARIANTS[source.dtype, target.dtype]
     block_size = _NUM_THREADS * _VECTORS * (_VECTOR_BYTES // _item_bytes(source))
     grid = -(-source.size // block_size)
-    args = (np.uint64(source.pointer), np.uint64(target.pointer), np.int64(source.size))
     with arrays.launch_on((source, target), stream) as stream_pointer:
         kernel = jit.kernel(variant.source, variant.entry, variant.defines)
-        kernel(grid, _NUM_THREADS, 0, stream_pointer, args)
+        args = (source.pointer, target.pointer, source.size)
+        kernel(grid, _NUM_THREADS, 0, stream_pointer, _PARAMETERS, *args)

@@ -116,10 +116,22 @@ def _inputs(seq_lens, heads: int, gate: str, state: str) -> dict:
     import hardware
     import inputs
 
-    data = inputs.make(seq_lens, heads, gate, batch=1 if len(seq_lens) == 1 else None)
+    batch = 1 if len(seq_lens) == 1 else None
+    data = inputs.make(seq_lens, heads, gate, batch=batch, rng=_gpu_generator())
     if state == STATE:
-        data["initial_state"] = data["initial_state"].astype(inputs.BF16)
+        data["initial_state"] = inputs.bf16(data["initial_state"])
     return hardware.upload(data)
+
+
+@functools.cache
+def _gpu_generator():
+    """CuPy's random generator; None where CuPy finds no cuRAND."""
+    import cupy
+
+    try:
+        return cupy.random.default_rng(0)
+    except ImportError:
+        return None
 
 
 def _oracle(data: dict, heads: slice):
@@ -246,15 +258,16 @@ def _call_ms(calls: list) -> float:
 
 
 def _host_us(calls: list) -> float:
-    """Median time that a warm call keeps the host, on an idle device."""
+    """Median time that a warm call keeps the host, in rows too short to fill the launch queue."""
     import cupy
 
     times = []
-    for call in itertools.islice(itertools.cycle(calls), 5 * NUM_REPLAYS):
+    for _ in range(NUM_REPLAYS):
         cupy.cuda.runtime.deviceSynchronize()
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
+        for call in itertools.islice(itertools.cycle(calls), 20):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
     cupy.cuda.runtime.deviceSynchronize()
     return 1e6 * statistics.median(times)
 
@@ -381,6 +394,8 @@ def why_not() -> str | None:
         import cupy
 
         cupy.cuda.runtime.getDeviceCount()
+    except ImportError as error:
+        return f"{error}: pip install 'cukda[cuda12]'"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -419,10 +434,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-check", action="store_true", help="time without checking")
     options = parser.parse_args(arguments)
     if reason := why_not():
-        print(
-            f"the benchmark needs an NVIDIA GPU and CuPy ({reason}): pip install 'cukda[cuda12]'",
-            file=sys.stderr,
-        )
+        print(f"the benchmark needs an NVIDIA GPU and CuPy ({reason})", file=sys.stderr)
         return 1
     result = {}
     try:

@@ -15,6 +15,7 @@ not the digest of the tree. Besides what figures.py describes, a record has
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import signal
@@ -93,8 +94,8 @@ def readme_block(record: dict) -> str:
     parts = []
     if unverified := record["unverified"]:
         parts.append(
-            f"**Not verified on a GPU** since {unverified['date']}: {unverified['reason']}. "
-            + ("The figures below are of older sources." if record["digest"] else "No figures yet.")
+            f"**Not verified on a GPU**, as of {unverified['date']}: {unverified['reason']}."
+            + (" The figures below are of older sources." if record["digest"] else "")
         )
     if record["digest"]:
         cases = figures.load_cases()
@@ -131,6 +132,9 @@ def run_tests() -> dict:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}"]
+        if importlib.util.find_spec("xdist"):
+            # Most of the time is the host's.
+            command += ["-n", "8"]
         status = subprocess.run(command, cwd=ROOT, env=environment).returncode
         # 1 is "some tests failed"; whatever is above has not run them all.
         if status not in (0, 1) or not report.exists():

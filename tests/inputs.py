@@ -1,4 +1,6 @@
-"""The inputs of the tests, made with NumPy whatever the library, so that all see the same bits."""
+"""The inputs of the tests: made with NumPy whatever the library, so that all see the same bits,
+unless a generator of another library is given.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -8,12 +10,19 @@ TOKENS = ("q", "k", "v", "g", "beta")
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def make(seq_lens, heads, gate="rand", seed=0, xp=np, batch=None):
+def bf16(x):
+    """float32, all finite, rounded to nearest even. By its bits: not every library knows bf16."""
+    bits = x.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(BF16)
+
+
+def make(seq_lens, heads, gate="rand", seed=0, xp=np, batch=None, rng=None):
     """A call's inputs by name: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, scale,
     lower_bound.
 
     seq_lens are packed into one row with int32 cu_seqlens; or, with `batch`, they hold the one
-    length of that many rows, and cu_seqlens is None.
+    length of that many rows, and cu_seqlens is None. rng: a generator to use in place of seed;
+    CuPy's makes on the GPU what takes NumPy ten seconds at T = 8192, H = 96.
 
     gate "rand": q, k standard normal, L2-normalised; v, g, beta standard normal; A_log, dt_bias
     uniform in [0, 1); initial state 0.1 · standard normal, float32.
@@ -21,7 +30,7 @@ def make(seq_lens, heads, gate="rand", seed=0, xp=np, batch=None):
     gate "collinear": one key a head for all tokens, q = k, g = −12, beta = 8, A_log = dt_bias = 0,
     initial state 0.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed) if rng is None else rng
     seq_lens = list(seq_lens)
     if batch is None:
         shape = (1, sum(seq_lens), heads)
@@ -43,7 +52,7 @@ def make(seq_lens, heads, gate="rand", seed=0, xp=np, batch=None):
     v, g, beta = normal(*shape, HEAD_DIM), normal(*shape, HEAD_DIM), normal(*shape)
     A_log = rng.random(heads, dtype=np.float32)
     dt_bias = rng.random((heads, HEAD_DIM), dtype=np.float32)
-    initial_state = np.float32(0.1) * normal(num_seqs, heads, HEAD_DIM, HEAD_DIM)
+    initial_state = normal(num_seqs, heads, HEAD_DIM, HEAD_DIM) * np.float32(0.1)
     if gate == "slow":
         A_log[:] = 0
         dt_bias[:, 0::2] = -9
@@ -57,7 +66,7 @@ def make(seq_lens, heads, gate="rand", seed=0, xp=np, batch=None):
         raise ValueError(f"gate: expected rand, slow or collinear, got {gate}")
 
     return {
-        **{n: xp.asarray(x.astype(BF16)) for n, x in zip(TOKENS, (q, k, v, g, beta), strict=True)},
+        **{n: xp.asarray(bf16(x)) for n, x in zip(TOKENS, (q, k, v, g, beta), strict=True)},
         "A_log": xp.asarray(A_log),
         "dt_bias": xp.asarray(dt_bias),
         "initial_state": xp.asarray(initial_state),

@@ -259,13 +259,13 @@ def test_check_accepts():
             {"strides": (1, 2)},
             {},
             ValueError,
-            "q: expected a contiguous array, got strides (1, 2) for shape (2, 3)",
+            "q: expected a contiguous array, got strides (1, 2), in elements, for shape (2, 3)",
         ),
         (
             {"strides": (0, 1)},
             {},
             ValueError,
-            "q: expected a contiguous array, got strides (0, 1) for shape (2, 3)",
+            "q: expected a contiguous array, got strides (0, 1), in elements, for shape (2, 3)",
         ),
         (
             {"pointer": 4104},

@@ -313,7 +313,8 @@ def test_layout(library, name, layout):
         strides = wrong.stride()
     else:
         strides = tuple(stride // wrong.itemsize for stride in wrong.strides)
-    message = f"{name}: expected a contiguous array, got strides {strides} for shape {shape}"
+    got = f"strides {strides}, in elements, for shape {shape}"
+    message = f"{name}: expected a contiguous array, got {got}"
     refused(arguments(library, packed) | {name: wrong}, ValueError, message)
 
 
@@ -414,10 +415,10 @@ def test_range_of_lower_bound_has_both_ends(right):
     cukda.fwd(**(arguments(Library("numpy")) | {"lower_bound": right}))
 
 
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 1e39])
 def test_range_of_scale(wrong):
     call = arguments(Library("numpy")) | {"scale": wrong}
-    refused(call, ValueError, f"scale: expected a finite number, got {wrong}")
+    refused(call, ValueError, f"scale: expected a finite number in float32's range, got {wrong}")
 
 
 @pytest.mark.parametrize("other", [*REQUIRED, "A_log", "dt_bias", "initial_state"])
@@ -513,7 +514,7 @@ def test_sigmoid_input(library, function):
             function(library.full((3,), dtype))
     raises(
         ValueError,
-        "x: expected a contiguous array, got strides (2,) for shape (3,)",
+        "x: expected a contiguous array, got strides (2,), in elements, for shape (3,)",
         library.full((6,), "float32")[::2],
     )
     meta = torch.empty(3, device="meta")
@@ -528,7 +529,7 @@ def test_sigmoid_output(library):
     sigmoid_refused(TypeError, message, x, library.full((4, 3), "bfloat16"))
     message = "out: expected shape (4, 3), got (3, 4)"
     sigmoid_refused(ValueError, message, x, library.full((3, 4), "float32"))
-    message = "out: expected a contiguous array, got strides (6, 2) for shape (4, 3)"
+    message = "out: expected a contiguous array, got strides (6, 2), in elements, for shape (4, 3)"
     sigmoid_refused(ValueError, message, x, library.full((4, 6), "float32")[:, ::2])
 
 

@@ -3,14 +3,15 @@
 `FakeCuPy` stands in where CuPy would ask for a GPU.
 """
 
+import ctypes
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cukda import jit
@@ -167,7 +168,7 @@ COMPILE_AND_SHOW_FOLDER = (
     "jit.import_cupy()\n"
     f"assert jit.compile('sigmoid.cu', {SIGMOID}, 'sm_80').cubin\n"
     "assert dict(os.environ) == before\n"
-    "print(jit._process_folder().name)\n"
+    "print(jit.cache_folder())\n"
 )
 
 
@@ -184,6 +185,13 @@ def test_unwritable_cache_folder(variable, tmp_path):
     folder = Path(run_python(code, **environment).strip())
     assert folder.parent == tmp_path
     assert not folder.exists(), "the process's folder outlived it"
+
+
+def test_cache_folder_is_the_one_that_can_be_written(tmp_path):
+    code = "from cukda import jit\nprint(jit.cache_folder())"
+    folder = tmp_path / "new" / "folder"
+    assert run_python(code, CUPY_CACHE_DIR=str(folder)).strip() == str(folder)
+    assert folder.is_dir()
 
 
 class CUDARuntimeError(RuntimeError):
@@ -220,6 +228,7 @@ class FakeCuPy:
             CUDADriverError=CUDADriverError,
             CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8,
             funcSetAttribute=lambda *args: self.attributes.append(args),
+            launchKernel=self._launch,
             get_build_version=lambda: 12090,
         )
         runtime = types.SimpleNamespace(
@@ -250,13 +259,14 @@ class FakeCuPy:
         return types.SimpleNamespace(load=self.loaded.append, get_function=self._function)
 
     def _function(self, entry):
-        class Function:
-            ptr = 1234
+        return types.SimpleNamespace(ptr=1234)
 
-            def __call__(_, grid, block, args, shared_bytes, stream):
-                self.launches.append((entry, grid, block, args, shared_bytes, stream.ptr))
-
-        return Function()
+    def _launch(self, function, *sizes_and_stream):
+        *launch, parameters, extra = sizes_and_stream
+        table = (ctypes.c_void_p * 5).from_address(extra)
+        assert (table[0], table[2], table[4], parameters) == (1, 2, None, 0)
+        size = ctypes.c_size_t.from_address(table[3]).value
+        self.launches.append((function, *launch, ctypes.string_at(table[1], size)))
 
 
 @pytest.fixture
@@ -306,18 +316,18 @@ def test_shared_memory_limit_only_rises(fake):
 
 def test_launch(fake):
     kernel = jit.kernel("a.cu", "entry")
-    args = (np.uint64(7), np.float32(0.5))
-    kernel(3, 128, 1024, 99, args)
-    kernel((2, 3), 64, 0, 0, args)
+    layout = struct.Struct("@iPf")
+    kernel(3, 128, 1024, 99, layout, -1, 2**63, 0.5)
+    kernel(2, 64, 0, 0, struct.Struct("@q"), 5)
+    packed = struct.pack("<i4xQf", -1, 2**63, 0.5)
     assert fake.launches == [
-        ("entry", (3,), (128,), args, 1024, 99),
-        ("entry", (2, 3), (64,), args, 0, 0),
+        (1234, 3, 1, 1, 128, 1, 1, 1024, 99, packed),
+        (1234, 2, 1, 1, 64, 1, 1, 0, 0, struct.pack("<q", 5)),
     ]
 
 
-@pytest.mark.parametrize("grid", [0, (0,), (4, 0), (0, 4)])
-def test_an_empty_grid_launches_nothing(fake, grid):
-    jit.kernel("a.cu", "entry")(grid, 128, 0, 0, ())
+def test_an_empty_grid_launches_nothing(fake):
+    jit.kernel("a.cu", "entry")(0, 128, 0, 0, struct.Struct(""))
     assert fake.launches == []
 
 
@@ -334,7 +344,7 @@ def test_a_failing_disk_cache_is_gone_round(fake, monkeypatch, error):
     kernel = jit.kernel("a.cu", "entry", (("X", 1),))
     assert compiled == [("a.cu", (("X", 1),), "sm_90")]
     assert fake.loaded == [b"binary"]
-    kernel(1, 32, 0, 0, ())
+    kernel(1, 32, 0, 0, struct.Struct(""))
     assert len(fake.launches) == 1
 
 
@@ -360,11 +370,17 @@ def test_a_mismatch_names_all_who_take_part(fake, error):
 
 def test_a_missing_nvrtc_names_the_extra(fake):
     def fail():
-        raise RuntimeError("cannot open libnvrtc.so.12")
+        raise RuntimeError("cannot open:\n    libnvrtc.so.12\n")
 
     fake.cuda.nvrtc.getVersion = fail
-    with pytest.raises(RuntimeError, match=r"NVRTC for CUDA 12.*cukda\[cuda12\].*libnvrtc"):
-        jit.kernel("a.cu", "entry")
+    message = r"NVRTC for CUDA 12.*cukda\[cuda12\].* \(cannot open: libnvrtc\.so\.12\)$"
+    for call in (lambda: jit.kernel("a.cu", "entry"), jit.nvrtc_version):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
+def test_nvrtc_version(fake):
+    assert jit.nvrtc_version() == "12.9"
 
 
 def test_too_old_a_driver_is_named(fake):

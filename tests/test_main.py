@@ -2,24 +2,31 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import bench
 import inputs
 import numpy as np
 import oracle
 import pytest
 
 import cukda
+from cukda import jit
 
 main = importlib.import_module("cukda.__main__")
+ROOT = Path(__file__).parents[1]
 
 
-def run_module(*arguments):
+def run_module(*arguments, **environment):
     command = [sys.executable, "-m", "cukda", *arguments]
-    root = Path(__file__).parents[1]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, **environment}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.fixture
@@ -28,7 +35,6 @@ def small_cpu(monkeypatch):
     found = {**main.installed(), "gpus": [], "card": None, "no_gpu_because": "none for this test"}
     monkeypatch.setattr(main, "installed", lambda: found)
     monkeypatch.setattr(main, "CPU_SHAPE", (100, 3))
-    monkeypatch.setitem(main.COPY_BYTES, "cpu", 1 << 20)
 
 
 def test_as_a_program():
@@ -40,7 +46,83 @@ def test_as_a_program():
     on_gpu = report["installed"]["card"] is not None
     assert report["run"]["where"].startswith("cuda:" if on_gpu else "cpu")
     assert report["run"]["ok"] is True
-    assert report["run"]["ms"] > 0 and report["run"]["copy_share"] > 0
+    assert report["run"]["ms"] > 0
+    assert ("copy_share" in report["run"]) == on_gpu
+
+
+def test_cache_folder_that_cannot_be_made(tmp_path):
+    """Under a file no folder can be made, not even by root."""
+    (tmp_path / "file").touch()
+    nowhere = str(tmp_path / "file" / "folder")
+    done = run_module("--json", HOME=nowhere, CUPY_CACHE_DIR=nowhere, TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["run"]["ok"] is True
+    assert Path(report["installed"]["cache"]).parent == tmp_path
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_whatever_breaks_is_reported(monkeypatch, capsys, options):
+    def broken():
+        raise OSError("no space left")
+
+    monkeypatch.setattr(jit, "cache_folder", broken)
+    assert main.main(options) == 1
+    assert "OSError: no space left" in capsys.readouterr().out
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize(
+    "driver, reason", [(0, "no NVIDIA driver is installed"), (12040, "driver is too old")]
+)
+def test_why_there_is_no_gpu(monkeypatch, driver, reason):
+    def fail():
+        raise CUDARuntimeError("driver is too old")
+
+    runtime = types.SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError,
+        driverGetVersion=lambda: driver,
+        getDeviceCount=fail,
+    )
+    cupy = types.SimpleNamespace(__version__="14", cuda=types.SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(jit, "import_cupy", lambda: cupy)
+    monkeypatch.setattr(jit, "nvrtc_version", lambda: "12.9")
+    found = main.installed()
+    assert (found["no_gpu_because"], found["nvrtc"]) == (reason, "12.9")
+
+
+def test_report_without_nvrtc(small_cpu, monkeypatch, capsys):
+    found = {**main.installed(), "nvrtc": None, "no_nvrtc_because": "pip install it"}
+    monkeypatch.setattr(main, "installed", lambda: found)
+    assert main.main([]) == 0
+    out = capsys.readouterr().out
+    assert "nvrtc missing" in out and "\npip install it\n" in out
+
+
+def test_installed_without_nvrtc(monkeypatch):
+    pytest.importorskip("cupy")
+
+    def fail():
+        raise RuntimeError("pip install it")
+
+    monkeypatch.setattr(jit, "nvrtc_version", fail)
+    found = main.installed()
+    assert (found["nvrtc"], found["no_nvrtc_because"]) == (None, "pip install it")
+
+
+def test_the_benchmark_asks_for_pip_only_without_cupy(monkeypatch):
+    def fail():
+        raise CUDARuntimeError("no driver")
+
+    runtime = types.SimpleNamespace(getDeviceCount=fail)
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert bench.why_not() == "CUDARuntimeError: no driver"
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert bench.why_not().endswith("pip install 'cukda[cuda12]'")
 
 
 @pytest.mark.gpu
@@ -57,6 +139,15 @@ def test_report_without_a_gpu(small_cpu, capsys):
     assert "no GPU: none for this test. Running on the CPU instead." in out
     assert "cpu, T=100, H=3, D=128" in out
     assert "check           ok" in out
+    assert "copy bandwidth" not in out and "first call" not in out
+
+
+def test_readme_names_the_keys_of_the_report(small_cpu, capsys):
+    assert main.main(["--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    keys = {*report, *report["installed"], *report["run"], "first_call_s", "copy_tb_per_s"}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {key for key in {*keys, "copy_share", "error"} if f"`{key}`" not in readme} == set()
 
 
 @pytest.mark.parametrize("array", ["out", "final_state"])

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import figures
 import hardware
 import numpy as np
 import pytest
@@ -39,6 +40,22 @@ def test_on_a_gpu(example):
 def test_examples_are_found():
     assert [needs_gpu(example) for example in EXAMPLES].count(True) >= 2
     assert [needs_gpu(example) for example in EXAMPLES].count(False) >= 2
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/log.md"])
+def test_rows_of_a_table_have_as_many_cells_as_its_header(name):
+    text = (README.parent / name).read_text(encoding="utf-8")
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
+    assert tables
+    for table in tables:
+        rows = [len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()]
+        assert len(set(rows)) == 1, table
+
+
+def test_accuracy_table_is_what_the_benchmark_checks():
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.e-]+) \| ([\d.e-]+) \|", TEXT, re.M)
+    limits = {name: (float(out), float(state)) for name, out, state in rows}
+    assert limits == figures.ACCURACY_LIMITS
 
 
 def test_files_of_the_development_table_exist():

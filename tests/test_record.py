@@ -151,7 +151,7 @@ def test_a_run_is_recorded_and_shown(files, monkeypatch):
     marked = json.loads(record_file.read_text(encoding="utf-8"))
     assert marked == {**record, "unverified": marked["unverified"]}
     text = readme.read_text(encoding="utf-8")
-    assert "**Not verified on a GPU** since" in text and "no card at hand" in text
+    assert "**Not verified on a GPU**, as of" in text and "no card at hand" in text
     assert "| h12_2048 | **0.0500** |" in text
 
 
