@@ -1,4 +1,5 @@
-// One chunk of one head: its sizes, and what lies in shared memory while it is worked on.
+// One chunk of one head: its sizes, what lies in shared memory while it is worked on, and the rings
+// that carry it from one kind of warp to the next.
 #pragma once
 
 #include "ptx.cuh"
@@ -7,14 +8,25 @@
 constexpr int head_dim = 128;   // K = V
 constexpr int chunk = 16;       // tokens
 constexpr int v_rows = V_ROWS;  // rows of the state that this block owns
-constexpr int num_groups = 2;   // producer groups, taking turns at chunks
+
+// Warps of a block, by what they do, in this order.
 constexpr int group_warps = 4;
-constexpr int group_threads = 32 * group_warps;
-constexpr int num_consumers = v_rows / 16;  // warps, 16 rows each
-constexpr int num_threads = num_groups * group_threads + 32 * num_consumers;
-constexpr int num_stages = NUM_STAGES;  // chunks between producers and consumers
+constexpr int num_groups = NUM_GROUPS;  // of factor warps, taking turns at chunks
+constexpr int num_factor_warps = group_warps * num_groups;
+constexpr int num_stages = NUM_STAGES;
+// Solvers take turns at chunks, each at one stage: a barrier's parity tells its last two phases
+// apart, so whoever waits on it must see every phase.
+constexpr int num_solvers = num_stages;
+constexpr int num_consumers = v_rows / 16;  // 16 rows of the state each
+constexpr int num_threads = 32 * (num_factor_warps + num_solvers + num_consumers);
 static_assert(num_threads == NUM_THREADS, "cukda/plan.py launches another block");
-static_assert(num_stages % num_groups == 0, "a stage belongs to one group");
+
+// Slots of the rings; chunk n is in slot n % size.
+constexpr int num_raw = NUM_RAW;
+constexpr int num_tokens_slots = 2 * num_solvers;
+static_assert(num_raw % num_groups == 0 && num_stages % num_groups == 0,
+              "a slot belongs to one group");
+static_assert(num_raw % num_solvers == 0, "a slot belongs to one solver");
 
 // Raw rows are padded to 272 bytes: the eight rows that ldmatrix reads start on eight bank groups.
 constexpr int raw_row = head_dim + 8;
@@ -25,14 +37,19 @@ struct RawChunk {  // 13,056 bytes
     alignas(16) u16 g[chunk][raw_row];
 };
 
+// Where this lane points ldmatrix.x4 in a padded raw tile: rows of (tokens 0-7, tokens 8-15) of
+// channels 0-7, then of channels 8-15.
+__device__ inline u32 raw_lane_address(const u16 (&tile)[chunk][raw_row], int lane) {
+    return shared_address(&tile[lane % 16][lane / 16 * 8]);
+}
+
 // Per-token scalars of a chunk.
 struct Tokens {            // 272 bytes
     float k_norm[chunk];   // 1 / sqrt(sum k^2 + 1e-6)
     float q_norm[chunk];   // makes q a vector of about unit length ...
     float q_scale[chunk];  // ... whose length the output gets back
     float beta[chunk];     // sigmoid(beta); 0 where it is NaN
-    // The tokens before the first whose g, or whose k or beta, is not finite.
-    int num_finite_g, num_finite_k;
+    int num_finite;        // tokens before the first whose g, k or beta is not finite
 };
 
 // [16 channel groups][token groups] core matrices, tokens as rows.
@@ -46,9 +63,10 @@ struct Square {
     alignas(128) u16 core[2][2][64];
 };
 
-// All that the recurrence needs of a chunk.
-struct Stage {              // 14,080 bytes
+// A chunk between factor warps, solvers and consumers.
+struct Stage {              // 18,176 bytes
     Factor<4> kq_in;        // token groups 0, 1: k e^G; 2, 3: q e^G
+    Factor<2> k_inverse;    // k e^-G
     Factor<2> k_out;        // k e^(G_last - G)
     Square inverse;         // (I + diag(beta) A)^-1
     Square p;               // q k^T e^(G_i - G_j), i >= j
@@ -56,13 +74,6 @@ struct Stage {              // 14,080 bytes
     float beta[chunk];
     float o_scale[chunk];  // scale, and the length of q
     int num_finite;        // tokens before the first that is not finite
-};
-
-struct Group {  // 32,128 bytes
-    RawChunk raw[2];
-    Factor<2> k_inverse;     // k e^-G
-    float lower[chunk][20];  // diag(beta) A below the diagonal; rows padded to 80 bytes
-    Tokens tokens[2];
 };
 
 // What a block works on.
@@ -74,20 +85,47 @@ struct Item {
 
 struct Shared {
     Stage stage[num_stages];
-    Group group[num_groups];
+    RawChunk raw[num_raw];
+    Tokens tokens[num_tokens_slots];
+    float lower[num_solvers][chunk][20];  // a solver's scratch; rows padded to 80 bytes
+    // Who waits on each: solvers; factor warps; solvers; consumers; factor warps.
+    u64 raw_full[num_raw];
+    u64 tokens_full[num_tokens_slots];
+    u64 factors_full[num_stages];
     u64 full[num_stages];
     u64 empty[num_stages];
     Item item;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "cukda/plan.py launches with another size");
 
-// Named barrier of a producer group.
-__device__ inline void sync_group(int group) { bar_sync(1 + group, group_threads); }
+template <int size>
+__device__ inline void init(u64 (&ring)[size], u32 arrivals) {
+    for (u64& barrier : ring) mbarrier_init(shared_address(&barrier), arrivals);
+}
 
-__device__ inline void wait(u64& barrier, u32 parity) {
-    const u32 address = shared_address(&barrier);
+__device__ inline int tokens_in_chunk(int num_tokens, int index) {
+    return max(0, min(chunk, num_tokens - index * chunk));
+}
+
+// Waits until the ring's slot of chunk `index` has been filled for it.
+template <int size>
+__device__ inline void wait_full(u64 (&ring)[size], int index) {
+    const u32 address = shared_address(&ring[index % size]);
+    const u32 parity = index / size % 2;
     while (!mbarrier_test_wait_parity(address, parity)) {
     }
 }
 
-__device__ inline void arrive(u64& barrier) { mbarrier_arrive(shared_address(&barrier)); }
+// Waits until the slot that chunk `index` wants is free; the first time round it is.
+template <int size>
+__device__ inline void wait_empty(u64 (&ring)[size], int index) {
+    const u32 address = shared_address(&ring[index % size]);
+    const u32 parity = index / size % 2 ^ 1;
+    while (!mbarrier_test_wait_parity(address, parity)) {
+    }
+}
+
+template <int size>
+__device__ inline void arrive(u64 (&ring)[size], int index) {
+    mbarrier_arrive(shared_address(&ring[index % size]));
+}

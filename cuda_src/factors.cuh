@@ -1,4 +1,4 @@
-// Producers, first half: raw q, k, g of a chunk -> per-token scalars and the channel factors.
+// Factor warps: raw q, k, g of a chunk, and its tokens' scalars -> the channel factors.
 //
 // With G the running sum of the gate over the chunk's tokens (base 2 throughout):
 //   kq_in = [k e^G; q e^G]    k_inverse = k e^-G    k_out = k e^(G_last - G)    decay = e^G_last
@@ -9,114 +9,6 @@
 #include "chunk.cuh"
 #include "gate.cuh"
 
-// Where this lane points ldmatrix.x4 in a padded raw tile: rows of (tokens 0-7, tokens 8-15) of
-// channels 0-7, then of channels 8-15.
-__device__ inline u32 raw_lane_address(const u16 (&tile)[chunk][raw_row], int lane) {
-    return shared_address(&tile[lane % 16][lane / 16 * 8]);
-}
-
-// Sum of squares per token, exact products accumulated in float32: the diagonal of x x^T. The lane
-// that holds the diagonal (lane % 4 == lane / 8) returns tokens lane / 4 and lane / 4 + 8.
-__device__ inline float2 sums_of_squares(const u16 (&x)[chunk][raw_row], int lane) {
-    const u32 address = raw_lane_address(x, lane);
-    float low[2][4] = {}, high[2][4] = {};  // even and odd steps: half the chain of latencies
-#pragma unroll
-    for (int k16 = 0; k16 < head_dim / 16; ++k16) {
-        u32 a[4];
-        ldmatrix_x4(a, address + k16 * 32);
-        mma_m16n8k16_bf16(low[k16 % 2], a, a[0], a[2]);
-        mma_m16n8k16_bf16(high[k16 % 2], a, a[1], a[3]);
-    }
-    const bool odd = lane / 4 % 2;
-    return {odd ? low[0][1] + low[1][1] : low[0][0] + low[1][0],
-            odd ? high[0][3] + high[1][3] : high[0][2] + high[1][2]};
-}
-
-// The index of the first set lane, or `none`.
-__device__ inline int first_lane(u32 ballot, int none) { return ballot ? __ffs(ballot) - 1 : none; }
-
-// sums_of_squares for any finite x. Rows whose sum overflows float32 (elements beyond 1.6e18) are
-// scaled by 2^-70 in place, which their normalisation takes out again.
-__device__ inline float2 safe_sums_of_squares(u16 (&x)[chunk][raw_row], int lane) {
-    const float infinity = __int_as_float(0x7f800000);
-    const float2 sums = sums_of_squares(x, lane);
-    const bool diagonal = lane % 4 == lane / 8;
-    const u32 low = __ballot_sync(~0u, diagonal && sums.x == infinity);
-    const u32 high = __ballot_sync(~0u, diagonal && sums.y == infinity);
-    if ((low | high) == 0) return sums;
-
-    const int row = lane / 2, diagonal_lane = 4 * (row % 8) + row % 8 / 2;
-    if ((row < 8 ? low : high) >> diagonal_lane & 1) {
-        u32* pairs = reinterpret_cast<u32*>(&x[row][lane % 2 * 64]);
-        constexpr float shrink = 0x1p-70f;
-        for (int i = 0; i < 32; ++i) {
-            pairs[i] = cvt_bf16x2(bf16_low(pairs[i]) * shrink, bf16_high(pairs[i]) * shrink);
-        }
-    }
-    __syncwarp();
-    return sums_of_squares(x, lane);
-}
-
-// The first of the chunk's tokens that has a NaN in g, or 16. A lane reads half a row.
-__device__ inline int first_nan_token(const u16 (&g)[chunk][raw_row], int lane) {
-    const int half = lane % 2;
-    u32 smallest = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        // The two halves take their pieces in different order, to stay off each other's banks.
-        const uint4 x =
-            *reinterpret_cast<const uint4*>(&g[lane / 2][half * 64 + (i ^ 4 * half) * 8]);
-        smallest = min_nan_bf16x2(
-            smallest, min_nan_bf16x2(min_nan_bf16x2(x.x, x.y), min_nan_bf16x2(x.z, x.w)));
-    }
-    const float low = bf16_low(smallest), high = bf16_high(smallest);
-    return first_lane(__ballot_sync(~0u, low != low || high != high), 32) / 2;
-}
-
-// q is made a vector of unit length, so that q e^G stays in range however small q is; what 1e-6
-// does to its length is applied to the output.
-__device__ inline void put_q_norm(Tokens& tokens, int token, float sum) {
-    // Below this sum, lost to underflow sooner or later, 1e-6 is all there is under the root.
-    const bool tiny = sum < 0x1p-66f;
-    const float norm = tiny ? 0x1p70f : rsqrtf(sum);
-    tokens.q_norm[token] = norm;
-    tokens.q_scale[token] = tiny ? 1e3f * 0x1p-70f : sum * norm * rsqrtf(sum + 1e-6f);
-}
-
-// q's norms and the check of g: one warp.
-__device__ inline void inspect_q_g(RawChunk& raw, Tokens& tokens, int lane) {
-    const float2 sums = safe_sums_of_squares(raw.q, lane);
-    if (lane % 4 == lane / 8) {
-        put_q_norm(tokens, lane / 4, sums.x);
-        put_q_norm(tokens, lane / 4 + 8, sums.y);
-    }
-    const int num_finite = first_nan_token(raw.g, lane);
-    if (lane == 0) tokens.num_finite_g = num_finite;
-}
-
-// k's norms and beta: one warp. beta_logit (bf16) is that of token `lane`, for lanes below 16; it
-// comes unconverted, since converting it would wait for its load.
-__device__ inline void inspect_k_beta(RawChunk& raw, Tokens& tokens, u16 beta_logit, int lane) {
-    const float2 sums = safe_sums_of_squares(raw.k, lane);
-    const float infinity = __int_as_float(0x7f800000);
-    const bool diagonal = lane % 4 == lane / 8;
-    const bool good_low = sums.x < infinity, good_high = sums.y < infinity;
-    if (diagonal) {
-        // Zero where k is not finite: such a row is cleared, and zero times NaN would not be.
-        tokens.k_norm[lane / 4] = good_low ? rsqrtf(sums.x + 1e-6f) : 0.0f;
-        tokens.k_norm[lane / 4 + 8] = good_high ? rsqrtf(sums.y + 1e-6f) : 0.0f;
-    }
-    const float beta = fmaf(0.5f, tanh_approx(0.5f * bf16_low(beta_logit)), 0.5f);
-    const bool beta_is_nan = lane < chunk && beta != beta;
-    if (lane < chunk) tokens.beta[lane] = beta_is_nan ? 0.0f : beta;
-
-    const u32 bad_low = __ballot_sync(~0u, diagonal && !good_low);
-    const u32 bad_high = __ballot_sync(~0u, diagonal && !good_high);
-    const u32 bad_beta = __ballot_sync(~0u, beta_is_nan);
-    const int finite_k = bad_low ? first_lane(bad_low, 0) / 4 : 8 + first_lane(bad_high, 32) / 4;
-    if (lane == 0) tokens.num_finite_k = min(finite_k, first_lane(bad_beta, chunk));
-}
-
 constexpr int warp_tiles = head_dim / 16 / group_warps;  // tiles of 16 channels a warp makes
 
 __device__ inline int tile_channel(int warp, int tile) { return 16 * (warp + group_warps * tile); }
@@ -125,9 +17,9 @@ __device__ inline int tile_channel(int warp, int tile) { return 16 * (warp + gro
 // so that one's latency hides the other's. Tokens from num_live on are padding (or past a token
 // that is not finite): a = 0, k = q = 0, so they leave the state as it is.
 __device__ inline void make_factors(const RawChunk& raw, const Tokens& tokens, int warp,
-                                    const HeadGate& gate, const float (&half_shift)[warp_tiles][2],
+                                    const HeadGate& gate, const float (&bias)[warp_tiles][2],
                                     const Triangle& triangle, int num_live, Stage& stage,
-                                    Factor<2>& k_inverse, int lane) {
+                                    int lane) {
     const int row = lane / 4, pair = 2 * (lane % 4);
     float k_norm[2], q_norm[2];
 #pragma unroll
@@ -150,8 +42,8 @@ __device__ inline void make_factors(const RawChunk& raw, const Tokens& tokens, i
 #pragma unroll
     for (int i = 0; i < 4 * warp_tiles; ++i) {
         const int tile = i % warp_tiles, m = i / warp_tiles;
-        a[tile][m][0] = log2_decay(bf16_low(frag_g[tile][m]), gate, half_shift[tile][m / 2]);
-        a[tile][m][1] = log2_decay(bf16_high(frag_g[tile][m]), gate, half_shift[tile][m / 2]);
+        a[tile][m][0] = log2_decay(bf16_low(frag_g[tile][m]), bias[tile][m / 2], gate);
+        a[tile][m][1] = log2_decay(bf16_high(frag_g[tile][m]), bias[tile][m / 2], gate);
     }
     if (num_live < chunk) {
 #pragma unroll
@@ -197,8 +89,85 @@ __device__ inline void make_factors(const RawChunk& raw, const Tokens& tokens, i
             const int core = channel / 8;
             put_core(stage.kq_in.core[core][half], k0 * e0, k1 * e1, lane);
             put_core(stage.kq_in.core[core][2 + half], q0 * e0, q1 * e1, lane);
-            put_core(k_inverse.core[core][half], inverse0, inverse1, lane);
+            put_core(stage.k_inverse.core[core][half], inverse0, inverse1, lane);
             put_core(stage.k_out.core[core][half], inverse0 * last0, inverse1 * last1, lane);
         }
+    }
+}
+
+// Where a factor lane reads q, k and g: its 16 bytes of a token, of the warp's first tile.
+struct RawSource {
+    const u16 *q, *k, *g;
+    i64 token_stride;
+};
+
+// Asks for a factor warp's channels of a chunk that begins at token `begin`; rows past the end
+// become zeros. A tile is 32 bytes wide: two lanes to a row.
+__device__ inline void fetch(RawChunk& raw, const RawSource& source, int begin, int num_tokens,
+                             int warp, int lane) {
+    const int row = lane / 2, column = tile_channel(warp, 0) + lane % 2 * 8;
+    const bool live = begin + row < num_tokens;
+    const i64 offset = live ? (begin + row) * source.token_stride : 0;
+    const u32 bytes = live ? 16 : 0;
+    const u32 target = shared_address(&raw.q[row][column]);
+    constexpr u32 tensor_bytes = sizeof(raw.q);
+    constexpr int tile_step = group_warps * 16;  // channels from a warp's tile to its next
+#pragma unroll
+    for (int tile = 0; tile < warp_tiles; ++tile) {
+        const i64 at = offset + tile * tile_step;
+        const u32 to = target + tile * tile_step * 2;
+        cp_async_16(to, source.q + at, bytes);
+        cp_async_16(to + tensor_bytes, source.k + at, bytes);
+        cp_async_16(to + 2 * tensor_bytes, source.g + at, bytes);
+    }
+}
+
+// A factor warp's life: every num_groups-th chunk, its tiles of channels.
+__device__ inline void run_factors(Shared& smem, const u16* q, const u16* k, const u16* g,
+                                   const float* A_log, const float* dt_bias, float lower_bound,
+                                   float scale, int num_heads) {
+    const int group = threadIdx.x / 32 / group_warps, warp = threadIdx.x / 32 % group_warps;
+    const int lane = threadIdx.x % 32;
+    const int num_tokens = smem.item.num_tokens, head = smem.item.head;
+    const int num_chunks = (num_tokens + chunk - 1) / chunk;
+    const i64 lane_offset =
+        (smem.item.begin * num_heads + head) * head_dim + tile_channel(warp, 0) + lane % 2 * 8;
+    const RawSource source = {q + lane_offset, k + lane_offset, g + lane_offset,
+                              static_cast<i64>(num_heads) * head_dim};
+
+    const auto fetch_chunk = [&](int index) {
+        if (index >= num_chunks) return;
+        fetch(smem.raw[index % num_raw], source, index * chunk, num_tokens, warp, lane);
+        cp_async_mbarrier_arrive_noinc(shared_address(&smem.raw_full[index % num_raw]));
+    };
+    for (int index = group; index < num_raw; index += num_groups) fetch_chunk(index);
+
+    const HeadGate gate = head_gate(A_log, head, lower_bound);
+    const Triangle triangle = triangle_of_ones(lane);
+    float bias[warp_tiles][2];  // of the lane's channels
+#pragma unroll
+    for (int i = 0; i < 2 * warp_tiles; ++i) {
+        const int channel = tile_channel(warp, i / 2) + 8 * (i % 2) + lane / 4;
+        bias[i / 2][i % 2] = channel_bias(dt_bias, static_cast<i64>(head) * head_dim + channel);
+    }
+
+    for (int index = group; index < num_chunks; index += num_groups) {
+        const Tokens& tokens = smem.tokens[index % num_tokens_slots];
+        Stage& stage = smem.stage[index % num_stages];
+        wait_full(smem.raw_full, index);
+        wait_full(smem.tokens_full, index);
+        wait_empty(smem.empty, index);
+        const int num_live = min(tokens.num_finite, tokens_in_chunk(num_tokens, index));
+        make_factors(smem.raw[index % num_raw], tokens, warp, gate, bias, triangle, num_live, stage,
+                     lane);
+        if (warp == 0 && lane < chunk) {
+            stage.beta[lane] = tokens.beta[lane];
+            stage.o_scale[lane] = scale * tokens.q_scale[lane];
+            if (lane == 0) stage.num_finite = tokens.num_finite;
+        }
+        arrive(smem.factors_full, index);
+        arrive(smem.full, index);
+        __syncwarp();  // every lane has read the raw chunk
+        fetch_chunk(index + num_raw);
     }
 }

@@ -8,6 +8,7 @@
 #include "tile.cuh"
 
 constexpr float log2_e = 1.4426950408889634f;
+constexpr float max_finite = 3.402823466e38f, min_normal = 1.175494351e-38f;
 
 // What of the gate is one number per head.
 struct HeadGate {
@@ -18,14 +19,23 @@ struct HeadGate {
 __device__ inline HeadGate head_gate(const float* A_log, int head, float lower_bound) {
     float half_slope = 0.5f * (A_log ? expf(A_log[head]) : 1.0f);
     // Inside these limits an infinite g stays infinite and a zero g stays zero: no NaN is made.
-    if (half_slope < 1e-37f) half_slope = 1e-37f;
-    if (half_slope > 1e37f) half_slope = 1e37f;
+    if (half_slope < min_normal) half_slope = min_normal;
+    if (half_slope > max_finite) half_slope = max_finite;
     return {half_slope, 0.5f * lower_bound * log2_e};
 }
 
-// log2 of the decay; half_shift = half_slope * dt_bias of the channel.
-__device__ inline float log2_decay(float g, const HeadGate& gate, float half_shift) {
-    const float t = tanh_approx(fmaf(g, gate.half_slope, half_shift));
+// dt_bias of a channel, finite or NaN: an infinite one would make NaN of the opposite infinite g.
+__device__ inline float channel_bias(const float* dt_bias, i64 channel) {
+    const float bias = dt_bias ? dt_bias[channel] : 0.0f;
+    if (bias > max_finite) return max_finite;
+    if (bias < -max_finite) return -max_finite;
+    return bias;
+}
+
+// log2 of the decay. The sum comes first, as in the formula: at A_log = 10, a product each for g
+// and bias would miss the sigmoid by 2e-3 where they cancel.
+__device__ inline float log2_decay(float g, float bias, const HeadGate& gate) {
+    const float t = tanh_approx((g + bias) * gate.half_slope);
     return fmaf(t, gate.half_bound, gate.half_bound);
 }
 

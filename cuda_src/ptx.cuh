@@ -11,6 +11,14 @@ __device__ inline u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// threadIdx.x, read anew at each call; C++'s, and all that is worked out from it, may be kept in
+// registers for the whole kernel.
+__device__ inline u32 mov_tid_x() {
+    u32 tid;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+    return tid;
+}
+
 // tanh on the special function unit; C++'s tanhf is a software routine.
 __device__ inline float tanh_approx(float x) {
     float y;
@@ -70,14 +78,10 @@ __device__ inline void cp_async_16(u32 target, const void* source, u32 source_by
                  : "memory");
 }
 
-__device__ inline void cp_async_commit_group() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until at most `pending` of this thread's groups are still on their way.
-template <int pending>
-__device__ inline void cp_async_wait_group() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+// Arrives on the barrier once this thread's earlier cp.async have landed; one of the arrivals that
+// the barrier was told to expect.
+__device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Volatile keeps an ldmatrix behind the barrier before it; what it reads was always written before
@@ -119,11 +123,6 @@ __device__ inline void mma_m16n8k8_tf32(float (&acc)[4], const u32 (&a)[4], u32 
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// A barrier of `threads` threads (a multiple of 32) out of the block; id 0 is __syncthreads.
-__device__ inline void bar_sync(u32 id, u32 threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 __device__ inline void mbarrier_init(u32 barrier, u32 arrivals) {

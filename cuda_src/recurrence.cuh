@@ -90,15 +90,16 @@ __device__ inline void store_rows(u16* out, i64 half_stride, int num_tokens, con
     }
 }
 
-// For each of the lane's two rows of v, the chunk's first token at which W is not finite, or 16.
-__device__ inline void first_bad_tokens(int (&first)[2], const float (&w)[2][4], int lane) {
-    const float infinity = __int_as_float(0x7f800000);
+// For each of the lane's two rows of v, the chunk's first token at which x is not finite as bf16,
+// or 16.
+__device__ inline void first_bad_tokens(int (&first)[2], const float (&x)[2][4], int lane) {
+    constexpr float rounds_to_infinity = 0x1.ffp127f;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         int token = chunk;
 #pragma unroll
         for (int i = 3; i >= 0; --i) {
-            if (!(fabsf(w[i / 2][2 * half + i % 2]) < infinity)) {
+            if (!(fabsf(x[i / 2][2 * half + i % 2]) < rounds_to_infinity)) {
                 token = 8 * (i / 2) + 2 * (lane % 4) + i % 2;
             }
         }
@@ -107,9 +108,20 @@ __device__ inline void first_bad_tokens(int (&first)[2], const float (&w)[2][4],
     }
 }
 
-// One chunk. Returns O; NaN from the first token on that is not finite, and in the state.
+// x = 0 from the first bad token on.
+__device__ inline void clear_from(float (&x)[2][4], const int (&first_bad)[2], int lane) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int token = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+        if (token >= first_bad[i % 4 / 2]) x[i / 4][i % 4] = 0.0f;
+    }
+}
+
+// One chunk. Returns O; NaN from the first token on that is not finite, and in the state. Calls
+// load_next() once v is in use no more, to put the next chunk's rows there.
+template <typename LoadNext>
 __device__ inline Rows step(float (&state)[k_tiles][4], const Stage& stage, const Rows& v,
-                            int num_tokens, int lane) {
+                            int num_tokens, int lane, const LoadNext& load_next) {
     constexpr int kq_k_stride = 4 * core_bytes;
     const float nan = __int_as_float(0x7fffffff);
     const int pair = 2 * (lane % 4);
@@ -125,7 +137,7 @@ __device__ inline Rows step(float (&state)[k_tiles][4], const Stage& stage, cons
     }
 
     float w[2][4];
-    float sum = 0.0f;  // NaN if any of w is not finite
+    float sum = 0.0f;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float2 beta = *reinterpret_cast<const float2*>(&stage.beta[8 * half + pair]);
@@ -136,22 +148,24 @@ __device__ inline Rows step(float (&state)[k_tiles][4], const Stage& stage, cons
         w[half][2] = beta.x * (bf16_low(v_high) - kq[half][2]);
         w[half][3] = beta.y * (bf16_high(v_high) - kq[half][3]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sum = fmaf(w[half][i], 0.0f, sum);
+        for (int i = 0; i < 4; ++i) sum += fabsf(w[half][i]);
     }
 
+    load_next();
+
     // A product over tokens would carry one token's NaN to all of them. The rare chunk that has one
-    // is worked as if it ended before it.
+    // is worked as if it ended before it. Rare is also a chunk whose U could overflow: the
+    // inverse's entries are below 2^14.
     const int num_finite = stage.num_finite;
-    const bool rare = __any_sync(~0u, sum != sum) || num_finite < num_tokens;
+    const bool rare = __any_sync(~0u, !(sum < 0x1p100f)) || num_finite < num_tokens;
     int first_bad[2] = {chunk, chunk};
     if (rare) {
         first_bad_tokens(first_bad, w, lane);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int token = 8 * (i / 4) + pair + i % 2, half = i % 4 / 2;
-            if (num_finite < num_tokens) first_bad[half] = min(first_bad[half], num_finite);
-            if (token >= first_bad[half]) w[i / 4][i % 4] = 0.0f;
+        if (num_finite < num_tokens) {
+            first_bad[0] = min(first_bad[0], num_finite);
+            first_bad[1] = min(first_bad[1], num_finite);
         }
+        clear_from(w, first_bad, lane);
     }
 
     u32 frag_w[4], frag_u[4];
@@ -160,6 +174,13 @@ __device__ inline Rows step(float (&state)[k_tiles][4], const Stage& stage, cons
     const int square_offset = b_lane_offset<2 * core_bytes, core_bytes>(lane);
     rs_gemm<Major::K, 2 * core_bytes>(u, frag_w,
                                       shared_address(stage.inverse.core) + square_offset);
+    if (rare) {
+        int first_overflow[2];
+        first_bad_tokens(first_overflow, u, lane);
+        first_bad[0] = min(first_bad[0], first_overflow[0]);
+        first_bad[1] = min(first_bad[1], first_overflow[1]);
+        clear_from(u, first_bad, lane);
+    }
     pack_a(frag_u, u[0], u[1]);
 
 #pragma unroll
@@ -204,4 +225,48 @@ __device__ inline Rows step(float (&state)[k_tiles][4], const Stage& stage, cons
         out.token[half].y = movmatrix_trans(cvt_bf16x2(o[half][2], o[half][3]));
     }
     return out;
+}
+
+// A consumer's life: its 16 rows of the state, through all chunks.
+__device__ inline void run_recurrence(Shared& smem, const u16* v, u16* out,
+                                      const void* initial_state, StateKind initial_kind,
+                                      void* final_state, StateKind final_kind, int num_heads) {
+    const int warp = threadIdx.x / 32 - num_factor_warps - num_solvers, lane = threadIdx.x % 32;
+    const Item& item = smem.item;
+    const i64 half_stride = static_cast<i64>(num_heads) * head_dim * (chunk / 2);
+    // Of this lane's rows in v and out.
+    i64 offset = (item.begin * num_heads + item.head) * head_dim + lane / 4 * (half_stride / 8) +
+                 item.part * v_rows + 16 * warp + 4 * (lane % 4);
+
+    // Worked out anew from shared memory and tid for each use: as registers through the loop, these
+    // addresses would spill.
+    const auto state_rows = [&](const void* base, StateKind kind) {
+        const int first_row =
+            smem.item.part * v_rows + 16 * (mov_tid_x() / 32 - num_factor_warps - num_solvers);
+        const i64 matrix = smem.item.sequence * num_heads + smem.item.head;
+        const i64 element = (matrix * head_dim + first_row) * head_dim;
+        return static_cast<const char*>(base) + element * (kind == StateKind::FP32 ? 4 : 2);
+    };
+    float state[k_tiles][4];
+    load_state(state, state_rows(initial_state, initial_kind), initial_kind, lane);
+
+    Rows rows;
+    const auto load_v = [&](int index) {
+        load_rows(rows, v + offset, half_stride, tokens_in_chunk(item.num_tokens, index), lane);
+    };
+    load_v(0);
+    for (int index = 0; index * chunk < item.num_tokens; ++index) {
+        const int num_tokens = tokens_in_chunk(item.num_tokens, index);
+        wait_full(smem.full, index);
+        const auto load_next = [&] {
+            offset += 2 * half_stride;
+            load_v(index + 1);
+        };
+        const Rows o =
+            step(state, smem.stage[index % num_stages], rows, num_tokens, lane, load_next);
+        arrive(smem.empty, index);
+        store_rows(out + offset - 2 * half_stride, half_stride, num_tokens, o, lane);
+    }
+    store_state(state, const_cast<char*>(state_rows(final_state, final_kind)), final_kind,
+                mov_tid_x() % 32);
 }

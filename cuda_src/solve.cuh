@@ -1,4 +1,4 @@
-// Producers, second half: the two [16 x 16] matrices of a chunk.
+// Solvers: inspect a chunk's tokens (tokens.cuh), then make its two [16 x 16] matrices.
 //
 //   A_ij = sum_c (k e^G)_i (k e^-G)_j,  i > j        inverse = (I + diag(beta) A)^-1
 //   P_ij = sum_c (q e^G)_i (k e^-G)_j,  i >= j
@@ -6,6 +6,7 @@
 #pragma once
 
 #include "chunk.cuh"
+#include "tokens.cuh"
 
 // scores[16 x 16] = rows of kq_in (token_group 0: k, 2: q) times k_inverse^T, by one warp.
 __device__ inline void make_scores(float (&scores)[2][4], const Factor<4>& kq_in, int token_group,
@@ -17,7 +18,7 @@ __device__ inline void make_scores(float (&scores)[2][4], const Factor<4>& kq_in
     const u32 b_address =
         shared_address(k_inverse.core) + b_lane_offset<core_bytes, b_k_stride>(lane);
     float odd[2][4] = {};  // even and odd steps apart: half the chain of latencies
-#pragma unroll
+#pragma unroll 4
     for (int k16 = 0; k16 < head_dim / 16; ++k16) {
         u32 a[4];
         ldmatrix_x4(a, a_address + k16 * 2 * a_k_stride);
@@ -27,9 +28,9 @@ __device__ inline void make_scores(float (&scores)[2][4], const Factor<4>& kq_in
     for (int i = 0; i < 8; ++i) scores[i / 4][i % 4] += odd[i / 4][i % 4];
 }
 
-__device__ inline void solve_p(Stage& stage, const Factor<2>& k_inverse, int lane) {
+__device__ inline void solve_p(Stage& stage, int lane) {
     float scores[2][4] = {};
-    make_scores(scores, stage.kq_in, 2, k_inverse, lane);
+    make_scores(scores, stage.kq_in, 2, stage.k_inverse, lane);
     const int row = lane / 4, pair = 2 * (lane % 4);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -43,10 +44,10 @@ __device__ inline void solve_p(Stage& stage, const Factor<2>& k_inverse, int lan
 
 // Forward substitution in float32, a lane to a column: x_i = [i = j] - sum_{m < i} lower_im x_m.
 // A series in powers of `lower` would overflow on nearly equal keys; this does not.
-__device__ inline void solve_inverse(Stage& stage, const Factor<2>& k_inverse, const Tokens& tokens,
-                                     float (&lower)[chunk][20], int lane) {
+__device__ inline void solve_inverse(Stage& stage, const Tokens& tokens, float (&lower)[chunk][20],
+                                     int lane) {
     float scores[2][4] = {};
-    make_scores(scores, stage.kq_in, 0, k_inverse, lane);
+    make_scores(scores, stage.kq_in, 0, stage.k_inverse, lane);
     const int row = lane / 4, pair = 2 * (lane % 4);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -80,5 +81,39 @@ __device__ inline void solve_inverse(Stage& stage, const Factor<2>& k_inverse, c
         const float value = i_group ? x[8 + r] : x[r];
         stage.inverse.core[i_group][column / 8][8 * r + column % 8] =
             static_cast<u16>(cvt_bf16x2(value, 0.0f));
+    }
+}
+
+// A solver's life: every num_solvers-th chunk, whose tokens it inspects that many chunks ahead.
+__device__ inline void run_solver(Shared& smem, const u16* beta, int num_heads) {
+    const int solver = threadIdx.x / 32 - num_factor_warps, lane = threadIdx.x % 32;
+    const int num_tokens = smem.item.num_tokens;
+    const int num_chunks = (num_tokens + chunk - 1) / chunk;
+    beta += smem.item.begin * num_heads + smem.item.head;
+
+    const auto load_beta = [&](int index) {
+        const bool live = lane < tokens_in_chunk(num_tokens, index);
+        return live ? beta[static_cast<i64>(index * chunk + lane) * num_heads] : u16{0};
+    };
+    const auto inspect = [&](int index, u16 beta_logit) {
+        if (index >= num_chunks) return;
+        RawChunk& raw = smem.raw[index % num_raw];
+        Tokens& tokens = smem.tokens[index % num_tokens_slots];
+        wait_full(smem.raw_full, index);
+        const int finite_k = inspect_k_beta(raw, tokens, beta_logit, lane);
+        const int finite_g = inspect_q_g(raw, tokens, lane);
+        if (lane == 0) tokens.num_finite = min(finite_k, finite_g);
+        arrive(smem.tokens_full, index);
+    };
+    inspect(solver, load_beta(solver));
+    for (int index = solver; index < num_chunks; index += num_solvers) {
+        Stage& stage = smem.stage[index % num_stages];
+        const u16 beta_logit = load_beta(index + num_solvers);
+        wait_full(smem.factors_full, index);
+        solve_inverse(stage, smem.tokens[index % num_tokens_slots], smem.lower[solver], lane);
+        solve_p(stage, lane);
+        arrive(smem.full, index);
+        arrive(smem.empty, index);
+        inspect(index + num_solvers, beta_logit);
     }
 }

@@ -30,8 +30,8 @@ class Array:
     """A caller's array as a kernel needs it; not changed once made."""
 
     name: str  # the parameter's name, for messages
-    pointer: int  # address of element 0
-    shape: tuple[int, ...]
+    pointer: int  # address of element 0; 0 when there is no memory
+    shape: tuple[int, ...]  # torch.Size from torch: making it a plain one costs 0.1 us
     strides: tuple[int, ...]  # in elements
     dtype: str  # "bfloat16", "float16", "float32", "int64", ...
     device: int  # CUDA ordinal, or CPU
@@ -94,20 +94,22 @@ def check(
 ) -> None:
     """Refuse an array that a kernel could not take as it is. alignment is in bytes.
 
-    Errors: TypeError (dtype), then ValueError (shape, device, contiguity, alignment, read-only
-    when written), as `name: expected X, got Y`, strides in elements.
+    Errors: TypeError (dtype), then ValueError (shape, device, contiguity, no memory, alignment,
+    read-only when written), as `name: expected X, got Y`, strides in elements.
     """
     name = array.name
     if array.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {' or '.join(dtypes)}, got {array.dtype}")
     if array.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(array.shape)}")
     if array.device != device:
         expected, got = device_name(device), device_name(array.device)
         raise ValueError(f"{name}: expected device {expected}, got {got}")
     if not _is_contiguous(shape, array.strides):
-        got = f"strides {array.strides}, in elements, for shape {shape}"
+        got = f"strides {array.strides}, in elements, for shape {tuple(shape)}"
         raise ValueError(f"{name}: expected a contiguous array, got {got}")
+    if not array.pointer:
+        _refuse_null(array)
     if array.pointer % alignment and array.size:
         got = f"{array.pointer:#x}, {array.pointer % alignment} past one"
         raise ValueError(f"{name}: expected an address divisible by {alignment}, got {got}")
@@ -134,7 +136,9 @@ def real(name: str, value: object) -> float:
         raise TypeError(f"{name}: expected a real number, got {type(value).__name__}")
     array = view(name, value)
     if array.shape:
-        raise TypeError(f"{name}: expected a real number, got an array of shape {array.shape}")
+        raise TypeError(
+            f"{name}: expected a real number, got an array of shape {tuple(array.shape)}"
+        )
     if not array.dtype.startswith(("int", "uint", "float", "bfloat")):
         raise TypeError(f"{name}: expected a real number, got {array.dtype}")
     if array.device != CPU:
@@ -142,6 +146,8 @@ def real(name: str, value: object) -> float:
             f"a 0-d array on {device_name(array.device)}, whose value only a synchronisation tells"
         )
         raise TypeError(f"{name}: expected a real number on the CPU, got {got}")
+    if not array.pointer:
+        _refuse_null(array)
     return float(to_numpy(array))
 
 
@@ -174,7 +180,8 @@ def empty_like(array: Array, stream: object = None) -> object:
 def to_numpy(array: Array) -> np.ndarray:
     """The same memory as a NumPy array, bfloat16 as ml_dtypes.bfloat16. CPU arrays only."""
     if array.library == "numpy":
-        return array.owner
+        # A subclass may have writes of its own: a masked array leaves out what is masked.
+        return array.owner.view(np.ndarray)
     return np.asarray(_Memory(array)).view(_numpy_dtype(array.dtype))
 
 
@@ -311,7 +318,10 @@ def _view_torch(name: str, tensor, torch) -> Array:
         got = "a lazily negated view"
         raise TypeError(f"{name}: expected a tensor with its values in memory, got {got}")
     try:
-        pointer, shape, strides = tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+        pointer, shape, strides = tensor.data_ptr(), tensor.shape, tensor.stride()
+        # Of a storage without memory torch gives the offset.
+        if tensor.storage_offset() and not tensor.untyped_storage().data_ptr():
+            pointer = 0
     except RuntimeError as error:
         got = f"{type(tensor).__name__} ({error})"
         raise TypeError(f"{name}: expected a tensor with plain memory, got {got}") from error
@@ -335,6 +345,12 @@ def _view_dlpack(name: str, producer: object, stream: object) -> Array:
     device = CPU if ordinal is None else ordinal
     memory = (loan.pointer, loan.shape, loan.strides, loan.dtype)
     return Array(name, *memory, device, "dlpack", loan.writable, loan)
+
+
+def _refuse_null(array: Array) -> None:
+    """Raise if an array without memory has elements; only empty ones may do without."""
+    if array.size:
+        raise ValueError(f"{array.name}: expected an array with memory, got a null pointer")
 
 
 def _empty_dlpack(array: Array) -> object:

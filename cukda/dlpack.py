@@ -73,7 +73,8 @@ class _ManagedVersioned(ctypes.Structure):
 class Loan:
     """Memory lent by a producer; given back through the producer's deleter when this dies.
 
-    pointer is the address of element 0, strides are in elements, dtype is a name like "bfloat16".
+    pointer is the address of element 0, 0 without memory; strides are in elements; dtype is a name
+    like "bfloat16".
     """
 
     def __init__(self, name: str, producer: object, capsule: object):
@@ -102,7 +103,7 @@ class Loan:
         self.writable = not flags & _FLAG_READ_ONLY
 
         tensor = self._managed.tensor
-        self.pointer = (tensor.data or 0) + tensor.byte_offset
+        self.pointer = tensor.data + tensor.byte_offset if tensor.data else 0
         self.shape = tuple(tensor.shape[: tensor.ndim])
         # No strides mean row-major order.
         self.strides = (

@@ -16,6 +16,8 @@ _PARAMETERS = struct.Struct("@PPPPP f PPP f Pi Pi Pi q i")
 _STATE_KINDS = {None: 0, "bfloat16": 1, "float32": 2}
 _BOUND_BYTES = {None: 0, "int32": 4, "int64": 8}
 _MAX_FLOAT32 = 3.4028234663852886e38
+# A grid has no more blocks, and each state of a head takes one.
+_MAX_STATES = 2**31 - 1
 # The kernel moves rows of 128 in pieces of up to 16 bytes.
 _ROW_ALIGNMENT = 16
 _LOWEST_BOUND = -5.0
@@ -112,9 +114,10 @@ def _checked(
     """
     q = arrays.view("q", q, stream)
     if len(q.shape) != 4 or q.shape[3] != plan.HEAD_DIM:
-        raise ValueError(f"q: expected shape (B, T, H, {plan.HEAD_DIM}), got {q.shape}")
+        raise ValueError(f"q: expected shape (B, T, H, {plan.HEAD_DIM}), got {tuple(q.shape)}")
     batch, _, num_heads, head_dim = shape = q.shape
     device = q.device
+    _check_num_states("q", batch, num_heads)
 
     def view(name, array):
         return arrays.view(name, array, stream)
@@ -155,10 +158,11 @@ def _checked(
     if cu_seqlens is not None:
         cu_seqlens = view("cu_seqlens", cu_seqlens)
         if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] == 0:
-            raise ValueError(f"cu_seqlens: expected shape (N + 1,), got {cu_seqlens.shape}")
+            raise ValueError(f"cu_seqlens: expected shape (N + 1,), got {tuple(cu_seqlens.shape)}")
         if batch != 1:
             raise ValueError(f"cu_seqlens: expected q with B = 1, got B = {batch}")
         num_sequences = cu_seqlens.shape[0] - 1
+        _check_num_states("cu_seqlens", num_sequences, num_heads)
     state_shape = (num_sequences, num_heads, head_dim, head_dim)
     if initial_state is not None:
         initial_state = view("initial_state", initial_state)
@@ -185,11 +189,20 @@ def _checked(
     return call, result
 
 
+def _check_num_states(name: str, num_sequences: int, num_heads: int) -> None:
+    if num_sequences * num_heads > _MAX_STATES:
+        got = f"N = {num_sequences}, H = {num_heads}"
+        raise ValueError(f"{name}: expected N · H of at most {_MAX_STATES}, got {got}")
+
+
 def _refuse_overlap(output: arrays.Array, others, in_place: arrays.Array | None = None) -> None:
     """Raise if output shares memory with another array; in_place may be the very same one."""
     begin, end = output.pointer, output.pointer + output.num_bytes
     for other in others:
         if other is None or other.pointer >= end or begin >= other.pointer + other.num_bytes:
+            continue
+        # An empty array may lie anywhere.
+        if not (output.num_bytes and other.num_bytes):
             continue
         if other is in_place and other.pointer == begin and other.dtype == output.dtype:
             continue

@@ -106,8 +106,10 @@ def _compute(source: arrays.Array, target: arrays.Array, stream) -> None:
     if source.size == 0:
         return
     if source.device == arrays.CPU:
-        values = arrays.to_numpy(source).astype(np.float32)
-        arrays.to_numpy(target)[...] = reference.sigmoid(values)
+        # NaN, inf and what underflows are values like others here.
+        with np.errstate(all="ignore"):
+            values = arrays.to_numpy(source).astype(np.float32)
+            arrays.to_numpy(target)[...] = reference.sigmoid(values)
         return
     variant = _VARIANTS[source.dtype, target.dtype]
     block_size = _NUM_THREADS * _VECTORS * (_VECTOR_BYTES // _item_bytes(source))

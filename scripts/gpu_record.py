@@ -45,7 +45,8 @@ def digested_files(root: Path = ROOT) -> list[Path]:
     """Every file that decides what runs on the GPU, sorted by its path."""
     files = [path for path in (root / "cuda_src").rglob("*") if path.is_file()]
     files += (root / "cukda").glob("*.py")
-    files += [root / "scripts" / "bench.py", root / "scripts" / "cases_h200.json"]
+    scripts = ("bench.py", "cases_h200.json", "figures.py", "gpu_record.py")
+    files += [root / "scripts" / name for name in scripts]
     for path in (root / "tests").glob("*.py"):
         helper = not path.name.startswith("test_")
         if helper or GPU_TEST in path.read_text(encoding="utf-8"):

@@ -73,7 +73,7 @@ def test_view_reads_every_field(route, dtype):
     assert got.name == "x"
     assert got.pointer == address
     assert (got.shape, got.strides) == ((3, 3, 6), (12, 30, 1))
-    assert type(got.shape) is tuple and type(got.strides) is tuple
+    assert isinstance(got.shape, tuple) and type(got.strides) is tuple
     assert (got.dtype, got.device, got.writable) == (dtype, arrays.CPU, True)
     assert got.library == {"numpy": "numpy", "torch": "torch"}.get(route, "dlpack")
     assert got.size == 54
@@ -123,6 +123,33 @@ def test_view_refuses_tensors_without_plain_memory():
     torch.func.vmap(lambda x: batched.append(x) or x)(torch.zeros(2, 3))
     with pytest.raises(TypeError, match="^q: expected a tensor with plain memory, got Tensor"):
         arrays.view("q", batched[0])
+
+
+def without_memory(kind, shape=(3,)):
+    """A float32 tensor that has a shape and no memory."""
+    if kind == "fake":
+        fake_tensor = pytest.importorskip("torch._subclasses.fake_tensor")
+        with fake_tensor.FakeTensorMode():
+            return torch.zeros(shape)
+    begin = 1 if kind == "freed, offset" else 0
+    tensor = torch.zeros(begin + math.prod(shape))[begin:].view(shape)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("kind", ["freed", "freed, offset", "fake"])
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_tensors_without_memory_are_refused(kind):
+    message = ": expected an array with memory, got a null pointer$"
+    tensor = without_memory(kind)
+    viewed = arrays.view("A_log", tensor)
+    assert (viewed.pointer, viewed.shape) == (0, (3,))
+    with pytest.raises(ValueError, match="^A_log" + message):
+        arrays.check(viewed, ("float32",), (3,), arrays.CPU, alignment=4)
+    with pytest.raises(ValueError, match="^scale" + message):
+        arrays.real("scale", without_memory(kind, ()))
+    empty = arrays.view("q", without_memory(kind, (0, 3)))
+    arrays.check(empty, ("float32",), (0, 3), arrays.CPU, alignment=4)
 
 
 def test_view_tells_a_foreign_byte_order_and_odd_strides():
@@ -191,6 +218,14 @@ def test_dlpack_byte_offset_and_lanes():
     assert loan.dtype == "float32x4"
 
 
+def test_dlpack_offset_from_null_is_null():
+    capsule = np.zeros(8, np.float32).__dlpack__(max_version=(1, 0))
+    tensor = header(capsule).tensor
+    data, tensor.data, tensor.byte_offset = tensor.data, None, 8
+    assert dlpack.Loan("x", None, capsule).pointer == 0
+    tensor.data = data
+
+
 @pytest.mark.parametrize(
     "field, value, error, message",
     [
@@ -240,6 +275,7 @@ def test_check_accepts():
     check(array(shape=(1, 3), strides=(77, 1)), shape=(1, 3))
     check(array(shape=(0, 3), strides=(5, 5), pointer=1), shape=(0, 3), alignment=16)
     check(array(shape=(), strides=()), shape=())
+    check(array(shape=(0, 3), pointer=0), shape=(0, 3))
 
 
 @pytest.mark.parametrize(
@@ -272,6 +308,12 @@ def test_check_accepts():
             {"alignment": 16},
             ValueError,
             "q: expected an address divisible by 16, got 0x1008, 8 past one",
+        ),
+        (
+            {"pointer": 0},
+            {"alignment": 16},
+            ValueError,
+            "q: expected an array with memory, got a null pointer",
         ),
         (
             {"writable": False},
@@ -422,9 +464,18 @@ def test_to_numpy_shares_memory(wrap, dtype):
     assert bool((source == 7).all())
 
 
-def test_to_numpy_of_numpy_is_the_array_itself():
+def test_to_numpy_of_numpy_shares_memory():
     source = np.zeros(3)
-    assert arrays.to_numpy(arrays.view("x", source)) is source
+    assert arrays.to_numpy(arrays.view("x", source)).base is source
+
+
+def test_to_numpy_of_a_subclass_writes_all_elements():
+    masked = np.ma.array(np.zeros(3), mask=[True, False, True])
+    masked.harden_mask()
+    got = arrays.to_numpy(arrays.view("out", masked))
+    assert type(got) is np.ndarray
+    got[...] = 7
+    assert masked.data.tolist() == [7, 7, 7]
 
 
 def test_to_numpy_keeps_memory_and_the_read_only_mark():

@@ -37,6 +37,7 @@ ARRAYS = {
 }
 REQUIRED = ("q", "k", "v", "g", "beta")
 WRITTEN = ("out", "final_state")
+STATE_NAMES = ("initial_state", "final_state")
 NUMBERS = ("scale", "lower_bound")
 
 
@@ -205,6 +206,21 @@ def test_dt_bias_of_either_shape(library):
     refused(call | {"dt_bias": wrong}, ValueError, message)
 
 
+@pytest.mark.parametrize("name", ["q", "cu_seqlens"])
+def test_more_states_than_a_grid_has_blocks(library, name):
+    """Without tokens, so that no memory is needed either."""
+    num_sequences, num_heads = 2**14, 2**17
+    shape = (num_sequences if name == "q" else 1, 0, num_heads, D)
+    call = {other: library.full(shape, "bfloat16") for other in ("q", "k", "v", "g")}
+    call["beta"] = library.full(shape[:3], "bfloat16")
+    if name == "cu_seqlens":
+        call["cu_seqlens"] = library.full((num_sequences + 1,), "int32", 0)
+    with pytest.raises(ValueError) as caught:
+        cukda.fwd(**call)
+    got = f"N = {num_sequences}, H = {num_heads}"
+    assert str(caught.value) == f"{name}: expected N · H of at most 2147483647, got {got}"
+
+
 @pytest.mark.parametrize("name", ["initial_state", "final_state"])
 def test_number_of_states_follows_cu_seqlens(library, name):
     call = arguments(library, packed=True)
@@ -280,6 +296,17 @@ def test_sparse_tensor(name):
     assert str(caught.value) == f"{name}: expected a strided tensor, got layout torch.sparse_coo"
 
 
+@pytest.mark.parametrize("name", ARRAYS)
+def test_tensor_without_memory(name):
+    packed = name == "cu_seqlens"
+    call = arguments(Library("torch"), packed)
+    call[name] = call[name].clone()
+    call[name].untyped_storage().resize_(0)
+    with pytest.raises(ValueError) as caught:
+        cukda.fwd(**call)
+    assert str(caught.value) == f"{name}: expected an array with memory, got a null pointer"
+
+
 LAYOUTS = {
     "transposed": lambda full, shape: full(shape[::-1]).transpose(*range(len(shape))[::-1]),
     "every second": lambda full, shape: full((*shape[:-1], 2 * shape[-1]))[..., ::2],
@@ -339,6 +366,36 @@ def test_base_off_by_bytes_is_right_or_refused(library, name, num_bytes):
         assert re.fullmatch(message, str(error))
     else:
         assert bool((got == want).all())
+
+
+@pytest.mark.parametrize(
+    "name, dtype, alignment",
+    [
+        *((name, "bfloat16", 16) for name in ("q", "k", "v", "g", "out")),
+        *((name, dtype, 16) for name in STATE_NAMES for dtype in ("bfloat16", "float32")),
+        ("cu_seqlens", "int64", 8),
+        ("cu_seqlens", "int32", 4),
+    ],
+)
+def test_half_the_alignment_is_refused(library, name, dtype, alignment):
+    packed = name == "cu_seqlens"
+    call = arguments(library, packed)
+    off = alignment // 2
+    if off % np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize and library.name == "torch":
+        # torch cannot be made to begin between two elements; DLPack says what NumPy has.
+        library = Library("numpy")
+        wrong = OnlyDlpack(library.off_by(off, shape_of(name, packed), dtype))
+    else:
+        wrong = library.off_by(off, shape_of(name, packed), dtype)
+    with pytest.raises(ValueError) as caught:
+        cukda.fwd(**(call | {name: wrong}))
+    message = rf"{name}: expected an address divisible by {alignment}, got 0x[0-9a-f]+, {off} past "
+    assert re.match(message, str(caught.value))
+
+
+def test_int32_cu_seqlens_need_four_bytes(library):
+    call = arguments(library, packed=True)
+    cukda.fwd(**(call | {"cu_seqlens": library.off_by(4, (B + 1,), "int32")}))
 
 
 @pytest.mark.parametrize("name", ["beta", "A_log", "dt_bias", "cu_seqlens"])
@@ -477,6 +534,19 @@ def test_empty_arrays_overlap_nothing(library):
     for name in (*REQUIRED, "out"):
         call[name] = call[name][:, :0]
     cukda.fwd(**call)
+
+
+@pytest.mark.parametrize("output", WRITTEN)
+def test_empty_arrays_inside_another_overlap_nothing(output):
+    """An empty output in an input's memory, and an empty input in an output's."""
+    call = arguments(Library("numpy"))
+    for name in (*REQUIRED, "out"):
+        call[name] = call[name][:, :0]
+    state = call["initial_state"] if output == "out" else call["final_state"]
+    # A slice of no length would begin where the state does.
+    inside = np.ndarray((B, 0, H, D), BF16, state, offset=4096)
+    call["out" if output == "out" else "q"] = inside
+    assert cukda.fwd(**call) is call["out"]
 
 
 def test_the_first_wrong_argument_is_named(library):

@@ -101,7 +101,7 @@ def test_heads_leave_no_trace(packed, names, variant):
     assert hardware.same_bits(dirty[1][:, [0, 2]], clean[1][:, [0, 2]])
 
 
-@pytest.mark.parametrize("change", ["finite", *BAD])
+@pytest.mark.parametrize("change", ["finite", "3e38", *BAD])
 @pytest.mark.parametrize("name", TOKENS)
 @pytest.mark.parametrize("begin", [0, 5])
 def test_later_tokens_leave_no_trace(begin, name, change, variant):
@@ -111,13 +111,31 @@ def test_later_tokens_leave_no_trace(begin, name, change, variant):
     case = inputs.make([begin, 70], 2, seed=12)
     clean = hardware.host(hardware.run(case)[0])
     for t in 1, 2, 7, 8, 15, 16, 17, 23, 31, 32, 33, 47, 48, 63, 64, 69:
-        value = 3 - 2 * case[name][:, begin + t] if change == "finite" else BAD[change]
+        if change == "finite":
+            value = 3 - 2 * case[name][:, begin + t]
+        else:
+            value = {**BAD, "3e38": 3e38}[change]
         dirty = hardware.host(
             hardware.run(inputs.changed(case, name, np.s_[:, begin + t], value))[0]
         )
         assert hardware.same_bits(dirty[:, : begin + t], clean[:, : begin + t]), t
         if change == "finite":
             assert not hardware.same_bits(dirty[:, begin + t :], clean[:, begin + t :]), t
+
+
+def test_later_tokens_that_overflow_leave_no_trace(variant):
+    """Finite values whose difference is beyond float32: one key for all tokens, no decay, and
+    beta = 1 make each token take back what the one before it wrote.
+    """
+    case = inputs.make([40], 2, "collinear", seed=22, batch=1)
+    case.update(lower_bound=0.0)
+    case["beta"][:] = 88
+    clean = hardware.host(hardware.run(case)[0])
+    for t in 1, 4, 7, 8, 14, 15, 17, 30, 38:
+        dirty = inputs.changed(case, "v", np.s_[:, t], 3e38)
+        dirty = inputs.changed(dirty, "v", np.s_[:, t + 1], -3e38)
+        out = hardware.host(hardware.run(dirty)[0])
+        assert hardware.same_bits(out[:, :t], clean[:, :t]), t
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 32, 40, 63, 64, 100])

@@ -94,6 +94,36 @@ def test_gate_range(changes):
     hardware.check(case, *TOLERANCE["values"])
 
 
+@pytest.mark.parametrize("t", [4, 15, 20])
+@pytest.mark.parametrize(
+    ("dt_bias", "A_log"), [(3e38, 2.0), (100.0, 90.0), (3e38, 90.0), (INF, 0.0), (INF, 2.0)]
+)
+def test_open_gate_against_a_great_bias(dt_bias, A_log, t):
+    """g = -inf at one token: 1 there, by the formula, for any finite dt_bias. Earlier rows do not
+    see it, whatever dt_bias is.
+    """
+    case = inputs.make([40], 2, seed=45, batch=1)
+    case["dt_bias"][:], case["A_log"][:] = dt_bias, A_log
+    dirty = inputs.changed(case, "g", np.s_[:, t], -INF)
+    clean, out = (hardware.host(hardware.run(x)[0]) for x in (case, dirty))
+    assert hardware.same_bits(out[:, :t], clean[:, :t])
+    if np.isfinite(dt_bias):
+        # Which refuses NaN.
+        hardware.check(dirty, *TOLERANCE["values"])
+
+
+def test_gate_where_g_and_bias_cancel():
+    """A steep sigmoid at exactly 0.5. Products of each, rounded apart, would miss it by up to 0.08,
+    and the result by 3e-2.
+    """
+    case = inputs.make([200], 2, seed=46, batch=1)
+    bias = np.random.default_rng(46).uniform(100, 400, case["dt_bias"].shape).astype(inputs.BF16)
+    case["g"][:] = bias
+    case.update(dt_bias=-bias.astype(np.float32), lower_bound=-1.0)
+    case["A_log"][:] = 10
+    hardware.check(case, *TOLERANCE["values"])
+
+
 def test_gates_of_all_kinds_at_once():
     """Every second token at one end of its range, in a pattern that differs by channel."""
     case = inputs.make([200], 2, seed=33, batch=1)
@@ -135,7 +165,12 @@ def test_mixed_channels(num_tokens):
 @pytest.mark.parametrize("gate", ["rand", "slow"])
 @pytest.mark.parametrize(
     ("q_scale", "k_scale"),
-    [(1e18, 1), (1, 1e18), (1e18, 1e18), (1e-20, 1), (1, 1e-20), (1e-20, 1e-20), (1e18, 1e-20)],
+    [
+        *[(1e18, 1), (1, 1e18), (1e18, 1e18)],
+        *[(1e-20, 1), (1, 1e-20), (1e-20, 1e-20), (1e18, 1e-20)],
+        # The sum of squares is nearly all that float32 holds, or more.
+        *[(1.8e19, 1.8e19), (1.9e19, 1.9e19), (5e19, 5e19), (1e30, 1e30)],
+    ],
 )
 def test_lengths_of_queries_and_keys(q_scale, k_scale, gate):
     case = inputs.make([50], 2, gate, seed=36, batch=1)

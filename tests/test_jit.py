@@ -132,6 +132,18 @@ def test_compile_sees_spills(sources):
     assert found.spill_stores > 0 and found.spill_loads > 0
 
 
+def test_compile_returns_the_whole_binary():
+    """Nothing that its header points to lies past its end."""
+    cubin = jit.compile("sigmoid.cu", SIGMOID, "sm_80").cubin
+    programs, sections, *_ = struct.unpack_from("<QQIH", cubin, 0x20)
+    program_bytes, num_programs, section_bytes, num_sections = struct.unpack_from(
+        "<HHHH", cubin, 0x36
+    )
+    assert num_programs > 0 and num_sections > 0
+    assert programs + program_bytes * num_programs <= len(cubin)
+    assert sections + section_bytes * num_sections <= len(cubin)
+
+
 def test_compile_error_names_file_line_and_versions(sources):
     (sources / "broken.cu").write_text("\nint x = y;\n")
     with pytest.raises(RuntimeError, match=r"(?s)broken\.cu .*sm_80.*NVRTC \d+.*broken\.cu\(2\)"):

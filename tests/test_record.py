@@ -49,6 +49,8 @@ def tree(tmp_path):
         "cukda/c.py": "c",
         "scripts/bench.py": "d",
         "scripts/cases_h200.json": "e",
+        "scripts/figures.py": "j",
+        "scripts/gpu_record.py": "k",
         "scripts/other.py": "f",
         "tests/helper.py": "g",
         "tests/test_cpu.py": "h",
@@ -70,6 +72,8 @@ def test_digest_covers_what_decides(tree):
         "cukda/c.py",
         "scripts/bench.py",
         "scripts/cases_h200.json",
+        "scripts/figures.py",
+        "scripts/gpu_record.py",
         "tests/helper.py",
         "tests/test_mixed.py",
     ]
@@ -87,6 +91,7 @@ def test_digest_covers_what_decides(tree):
 def test_digest_covers_the_project():
     names = {path.name for path in gpu_record.digested_files()}
     assert {"kda_fwd.cu", "ptx.cuh", "kda.py", "jit.py", "bench.py", "cases_h200.json"} <= names
+    assert {"figures.py", "gpu_record.py"} <= names
     assert {"conftest.py", "oracle.py", "inputs.py", "test_gpu_accuracy.py"} <= names
     assert "test_record.py" not in names
 

@@ -307,6 +307,21 @@ def test_sigmoid():
     assert got[6:].tolist() == [1.0, 0.0, 0.5]
 
 
+@pytest.mark.parametrize(
+    "dtype, signalling_nan",
+    [(np.float32, 0x7FA00000), (np.float16, 0x7D00), (inputs.BF16, 0x7FA0)],
+)
+def test_sigmoid_raises_no_error_that_numpy_is_told_to_raise(dtype, signalling_nan):
+    with np.errstate(all="ignore"):
+        x = np.float32([np.nan, np.inf, -np.inf, 3e38, 1e-40, -17, 0]).astype(dtype)
+    # Every operation flags it.
+    x.view(f"u{x.itemsize}")[-1] = signalling_nan
+    with np.errstate(all="raise"):
+        for got in cukda.sigmoid(x), cukda.sigmoid_ext.sigmoid_tanh_fp32(x):
+            assert np.isnan(got[[0, -1]].astype(np.float32)).all()
+            assert got[1:5].tolist() == [1.0, 0.0, 1.0, 0.5]
+
+
 def to_numpy(array):
     return array
 
