@@ -44,7 +44,7 @@ __device__ inline u32 raw_lane_address(const u16 (&tile)[chunk][raw_row], int la
 }
 
 // Per-token scalars of a chunk.
-struct Tokens {            // 272 bytes
+struct Tokens {            // 260 bytes
     float k_norm[chunk];   // 1 / sqrt(sum k^2 + 1e-6)
     float q_norm[chunk];   // makes q a vector of about unit length ...
     float q_scale[chunk];  // ... whose length the output gets back
@@ -88,7 +88,7 @@ struct Shared {
     RawChunk raw[num_raw];
     Tokens tokens[num_tokens_slots];
     float lower[num_solvers][chunk][20];  // a solver's scratch; rows padded to 80 bytes
-    // Who waits on each: solvers; factor warps; solvers; consumers; factor warps.
+    // Who waits on each: solvers and factor warps; factor warps; solvers; consumers; factor warps.
     u64 raw_full[num_raw];
     u64 tokens_full[num_tokens_slots];
     u64 factors_full[num_stages];

@@ -7,11 +7,11 @@
 //
 // Block: one sequence of one head, v_rows of the 128 rows of its state. Its warps do three things,
 //   chunk by chunk, and meet only at the mbarriers of struct Shared:
-//     factor warps   q, k, g -> the factors k e^G, q e^G, k e^-G, k e^(G_last - G)     factors.cuh
-//     solvers        norms and beta before; (I + diag(beta) A)^-1 and P after          solve.cuh
-//     consumers      16 rows of the state each, in registers, through all chunks recurrence.cuh
+//     factor warps (factors.cuh): q, k, g -> the factors k e^G, q e^G, k e^-G, k e^(G_last - G);
+//     solvers (solve.cuh): norms and beta before them, (I + diag(beta) A)^-1 and P after them;
+//     consumers (recurrence.cuh): 16 rows of the state each, in registers, through all chunks.
 // Grid: (sequence, head, part of V), the part fastest; no block waits for another.
-// Shared memory: struct Shared, dynamic.
+// Shared memory: struct Shared (chunk.cuh), dynamic.
 // Each part reads its inputs once and writes its outputs once; there is no workspace.
 #include "chunk.cuh"
 #include "factors.cuh"

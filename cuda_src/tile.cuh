@@ -2,11 +2,12 @@
 // that all of the kernel's matrix work goes through.
 //
 // A fragment is a matrix spread over a warp the way mma.m16n8k16 wants it. With row = lane / 4 and
-// pair = 2 (lane % 4):
-//   accumulator [16 x 8] float[4]: (row, pair), (row, pair + 1), (row + 8, pair), (row + 8, pair +
-//   1) A operand  [16 x 16] u32[4]:   bf16 pairs at (row, pair), (row + 8, pair), (row, pair + 8),
-//                                  (row + 8, pair + 8)
-// so two neighbouring accumulators, rounded and packed, are an A operand: no data moves.
+// pair = 2 (lane % 4) a lane holds, in this order,
+//   of an accumulator [16 x 8], as float[4]:
+//     (row, pair), (row, pair + 1), (row + 8, pair), (row + 8, pair + 1);
+//   of an A operand [16 x 16], as u32[4], the bf16 pairs that begin at
+//     (row, pair), (row + 8, pair), (row, pair + 8), (row + 8, pair + 8).
+// So two neighbouring accumulators, rounded and packed, are an A operand: no data moves.
 //
 // A core matrix is 8 x 8 bf16 in 128 contiguous bytes, row by row. One 32-bit register per lane
 // stored at 4 * lane is a core matrix, without bank conflicts; ldmatrix reads it back, plain or

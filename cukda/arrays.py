@@ -105,7 +105,7 @@ def check(
     if array.device != device:
         expected, got = device_name(device), device_name(array.device)
         raise ValueError(f"{name}: expected device {expected}, got {got}")
-    if not _is_contiguous(shape, array.strides):
+    if array.strides != _row_major(shape) and not _is_contiguous(shape, array.strides):
         got = f"strides {array.strides}, in elements, for shape {tuple(shape)}"
         raise ValueError(f"{name}: expected a contiguous array, got {got}")
     if not array.pointer:
@@ -305,26 +305,27 @@ class _Memory:
 
 
 def _view_torch(name: str, tensor, torch) -> Array:
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a strided tensor, got layout {tensor.layout}")
     if tensor.is_cuda:
         device = tensor.get_device()
     elif tensor.is_cpu:
         device = CPU
     else:
         raise ValueError(f"{name}: expected a CPU or CUDA device, got {tensor.device}")
-    # The lazy conjugate of complex numbers is refused with their dtype; its imaginary part is not.
-    if tensor.is_neg():
-        got = "a lazily negated view"
-        raise TypeError(f"{name}: expected a tensor with its values in memory, got {got}")
     try:
         pointer, shape, strides = tensor.data_ptr(), tensor.shape, tensor.stride()
         # Of a storage without memory torch gives the offset.
         if tensor.storage_offset() and not tensor.untyped_storage().data_ptr():
             pointer = 0
     except RuntimeError as error:
+        if tensor.layout is not torch.strided:
+            got = f"layout {tensor.layout}"
+            raise TypeError(f"{name}: expected a strided tensor, got {got}") from error
         got = f"{type(tensor).__name__} ({error})"
         raise TypeError(f"{name}: expected a tensor with plain memory, got {got}") from error
+    # The lazy conjugate of complex numbers is refused with their dtype; its imaginary part is not.
+    if tensor.is_neg():
+        got = "a lazily negated view"
+        raise TypeError(f"{name}: expected a tensor with its values in memory, got {got}")
     dtype = _dtype_name(tensor.dtype)
     return Array(name, pointer, shape, strides, dtype, device, "torch", True, tensor)
 
@@ -437,8 +438,15 @@ def _numpy_dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-# Shapes and strides repeat from call to call; looking them up takes a tenth of working them out.
+# Shapes repeat from call to call; looking strides up takes a tenth of working them out.
 @functools.lru_cache(maxsize=1024)
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for n in shape[:0:-1]:
+        strides.append(strides[-1] * n)
+    return tuple(reversed(strides)) if shape else ()
+
+
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     step = 1
     for n, stride in zip(reversed(shape), reversed(strides), strict=True):

@@ -119,36 +119,31 @@ def _checked(
     device = q.device
     _check_num_states("q", batch, num_heads)
 
-    def view(name, array):
-        return arrays.view(name, array, stream)
-
-    def check(array, dtypes, shape, alignment=_ROW_ALIGNMENT, written=False):
-        arrays.check(array, dtypes, shape, device, alignment, written)
-
-    check(q, _BF16, shape)
-    k = view("k", k)
-    check(k, _BF16, shape)
-    v = view("v", v)
-    check(v, _BF16, shape)
-    g = view("g", g)
-    check(g, _BF16, shape)
-    beta = view("beta", beta)
-    check(beta, _BF16, shape[:3], alignment=2)
+    view, check = arrays.view, arrays.check
+    check(q, _BF16, shape, device, _ROW_ALIGNMENT)
+    k = view("k", k, stream)
+    check(k, _BF16, shape, device, _ROW_ALIGNMENT)
+    v = view("v", v, stream)
+    check(v, _BF16, shape, device, _ROW_ALIGNMENT)
+    g = view("g", g, stream)
+    check(g, _BF16, shape, device, _ROW_ALIGNMENT)
+    beta = view("beta", beta, stream)
+    check(beta, _BF16, shape[:3], device, 2)
     scale = 1 / math.sqrt(head_dim) if scale is None else arrays.real("scale", scale)
     if not abs(scale) <= _MAX_FLOAT32:
         raise ValueError(f"scale: expected a finite number in float32's range, got {scale}")
     result = out
     if out is not None:
-        out = view("out", out)
-        check(out, _BF16, shape, written=True)
+        out = view("out", out, stream)
+        check(out, _BF16, shape, device, _ROW_ALIGNMENT, written=True)
     if A_log is not None:
-        A_log = view("A_log", A_log)
-        check(A_log, _FP32, (num_heads,), alignment=4)
+        A_log = view("A_log", A_log, stream)
+        check(A_log, _FP32, (num_heads,), device, 4)
     if dt_bias is not None:
-        dt_bias = view("dt_bias", dt_bias)
+        dt_bias = view("dt_bias", dt_bias, stream)
         flat = len(dt_bias.shape) == 1
         bias_shape = (num_heads * head_dim,) if flat else (num_heads, head_dim)
-        check(dt_bias, _FP32, bias_shape, alignment=4)
+        check(dt_bias, _FP32, bias_shape, device, 4)
     lower_bound = arrays.real("lower_bound", lower_bound)
     if not _LOWEST_BOUND <= lower_bound <= 0:
         raise ValueError(f"lower_bound: expected a number in [-5, 0], got {lower_bound}")
@@ -156,7 +151,7 @@ def _checked(
     # N, which the states' shapes hang on, comes from the last argument.
     num_sequences = batch
     if cu_seqlens is not None:
-        cu_seqlens = view("cu_seqlens", cu_seqlens)
+        cu_seqlens = view("cu_seqlens", cu_seqlens, stream)
         if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] == 0:
             raise ValueError(f"cu_seqlens: expected shape (N + 1,), got {tuple(cu_seqlens.shape)}")
         if batch != 1:
@@ -165,14 +160,14 @@ def _checked(
         _check_num_states("cu_seqlens", num_sequences, num_heads)
     state_shape = (num_sequences, num_heads, head_dim, head_dim)
     if initial_state is not None:
-        initial_state = view("initial_state", initial_state)
-        check(initial_state, _STATES, state_shape)
+        initial_state = view("initial_state", initial_state, stream)
+        check(initial_state, _STATES, state_shape, device, _ROW_ALIGNMENT)
     if final_state is not None:
-        final_state = view("final_state", final_state)
-        check(final_state, _STATES, state_shape, written=True)
+        final_state = view("final_state", final_state, stream)
+        check(final_state, _STATES, state_shape, device, _ROW_ALIGNMENT, written=True)
     if cu_seqlens is not None:
         alignment = 8 if cu_seqlens.dtype == "int64" else 4
-        check(cu_seqlens, _BOUNDS, (num_sequences + 1,), alignment)
+        check(cu_seqlens, _BOUNDS, (num_sequences + 1,), device, alignment)
 
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
     if out is not None:
@@ -181,7 +176,7 @@ def _checked(
         _refuse_overlap(final_state, (*inputs, out), in_place=initial_state)
     if out is None:
         result = arrays.empty_like(q, stream)
-        out = view("out", result)
+        out = view("out", result, stream)
     call = _Call(
         q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state,
         cu_seqlens, num_sequences,

@@ -113,14 +113,14 @@ def _measure(name: str, case, torch, check: bool, result: dict) -> None:
 
 def _inputs(seq_lens, heads: int, gate: str, state: str) -> dict:
     """The arguments of a call as CuPy arrays; one sequence is fixed, several are packed."""
-    import hardware
+    import cupy
     import inputs
 
     batch = 1 if len(seq_lens) == 1 else None
-    data = inputs.make(seq_lens, heads, gate, batch=batch, rng=_gpu_generator())
+    data = inputs.make(seq_lens, heads, gate, xp=cupy, batch=batch, rng=_gpu_generator())
     if state == STATE:
         data["initial_state"] = inputs.bf16(data["initial_state"])
-    return hardware.upload(data)
+    return data
 
 
 @functools.cache
