@@ -46,7 +46,7 @@ __device__ inline u32 raw_lane_address(const u16 (&tile)[chunk][raw_row], int la
 // Per-token scalars of a chunk.
 struct Tokens {            // 260 bytes
     float k_norm[chunk];   // 1 / sqrt(sum k^2 + 1e-6)
-    float q_norm[chunk];   // makes q a vector of about unit length ...
+    float q_norm[chunk];   // makes q a vector of length 2^12 ...
     float q_scale[chunk];  // ... whose length the output gets back
     float beta[chunk];     // sigmoid(beta); 0 where it is NaN
     int num_finite;        // tokens before the first whose g, k or beta is not finite
@@ -87,7 +87,7 @@ struct Shared {
     Stage stage[num_stages];
     RawChunk raw[num_raw];
     Tokens tokens[num_tokens_slots];
-    float lower[num_solvers][chunk][20];  // a solver's scratch; rows padded to 80 bytes
+    alignas(16) float lower[num_solvers][chunk][20];  // a solver's scratch; rows padded to 80 bytes
     // Who waits on each: solvers and factor warps; factor warps; solvers; consumers; factor warps.
     u64 raw_full[num_raw];
     u64 tokens_full[num_tokens_slots];

@@ -2,8 +2,9 @@
 //
 // With G the running sum of the gate over the chunk's tokens (base 2 throughout):
 //   kq_in = [k e^G; q e^G]    k_inverse = k e^-G    k_out = k e^(G_last - G)    decay = e^G_last
-// where k and q are normalised. |G| <= 16 * 5 * log2(e) = 115.4, so every factor is a normal
-// float32 and bf16. Each product is formed in float32 and rounded once.
+// where k is normalised, and q but for its scale (tokens.cuh). |G| <= 16 * 5 * log2(e) = 115.4: e^G
+// and e^-G are normal in float32 and bf16, and what of k e^G is too small to be so counts for
+// nothing beside the k of its row. Each product is formed in float32 and rounded once.
 #pragma once
 
 #include "chunk.cuh"

@@ -102,16 +102,19 @@ __device__ inline void ldmatrix_x4_trans(u32 (&frag)[4], u32 row_address) {
                  : "r"(row_address));
 }
 
-// Transposes one 8x8 matrix of 16-bit elements that lies in a warp's registers.
+// Transposes one 8x8 matrix of 16-bit elements that lies in a warp's registers. Volatile, as all
+// that a whole warp must execute: else the compiler may move it into the branch that uses its
+// result.
 __device__ inline u32 movmatrix_trans(u32 matrix) {
     u32 transposed;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(matrix));
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(matrix));
     return transposed;
 }
 
 // acc[16x8] += a[16x16] b[16x8], bf16 in, float32 accumulated.
 __device__ inline void mma_m16n8k16_bf16(float (&acc)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -119,7 +122,8 @@ __device__ inline void mma_m16n8k16_bf16(float (&acc)[4], const u32 (&a)[4], u32
 
 // acc[16x8] += a[16x8] b[8x8] on float32 bits whose lower 13 bits are zero (tf32).
 __device__ inline void mma_m16n8k8_tf32(float (&acc)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

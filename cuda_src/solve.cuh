@@ -2,7 +2,7 @@
 //
 //   A_ij = sum_c (k e^G)_i (k e^-G)_j,  i > j        inverse = (I + diag(beta) A)^-1
 //   P_ij = sum_c (q e^G)_i (k e^-G)_j,  i >= j
-// Entries above the diagonal may be inf or NaN: they are selected away, never multiplied.
+// Entries above the diagonal may be huge, inf or NaN: they are selected away, never multiplied.
 #pragma once
 
 #include "chunk.cuh"
@@ -43,7 +43,7 @@ __device__ inline void solve_p(Stage& stage, int lane) {
 }
 
 // Forward substitution in float32, a lane to a column: x_i = [i = j] - sum_{m < i} lower_im x_m.
-// A series in powers of `lower` would overflow on nearly equal keys; this does not.
+// A series in powers of `lower` cancels on nearly equal keys, to nothing in 16 bits; this does not.
 __device__ inline void solve_inverse(Stage& stage, const Tokens& tokens, float (&lower)[chunk][20],
                                      int lane) {
     float scores[2][4] = {};

@@ -65,14 +65,15 @@ __device__ inline int first_nan_token(const u16 (&g)[chunk][raw_row], int lane) 
     return first_lane(__ballot_sync(~0u, low != low || high != high), 32) / 2;
 }
 
-// q is made a vector of unit length, so that q e^G stays in range however small q is; what 1e-6
-// does to its length is applied to the output.
+// q is made a vector of length 2^12, whatever its own, so that q e^G keeps elements of 2^-22 of
+// that length even after 16 tokens at the bound (2^-115.4); the output gets the true length back.
 __device__ inline void put_q_norm(Tokens& tokens, int token, float sum) {
-    // Below this sum, lost to underflow sooner or later, 1e-6 is all there is under the root.
-    const bool tiny = sum < 0x1p-66f;
+    constexpr float length = 0x1p12f;
+    // Below this sum squares are lost to underflow, and 1e-6 is all there is under the root.
+    const bool tiny = sum < 0x1p-100f;
     const float norm = tiny ? 0x1p70f : rsqrtf(sum);
-    tokens.q_norm[token] = norm;
-    tokens.q_scale[token] = tiny ? 1e3f * 0x1p-70f : sum * norm * rsqrtf(sum + 1e-6f);
+    tokens.q_norm[token] = tiny ? norm : norm * length;
+    tokens.q_scale[token] = tiny ? 1e3f / norm : sum * norm * rsqrtf(sum + 1e-6f) / length;
 }
 
 // q's norms. Returns the tokens before the first NaN in g.

@@ -215,10 +215,13 @@ class launch_on:
         self._stream = stream
 
     def __enter__(self) -> int:
-        runtime = import_cupy().cuda.runtime
+        cuda = import_cupy().cuda
+        runtime = cuda.runtime
         self._device = self._arrays[0].device
         self._previous = runtime.getDevice()
-        if self._device != self._previous:
+        # A thread's first CUDA call may be this one: then no context is bound, and a launch, unlike
+        # most calls of the runtime, binds none.
+        if self._device != self._previous or not cuda.driver.ctxGetCurrent():
             runtime.setDevice(self._device)
         try:
             self._order()
@@ -417,7 +420,7 @@ def _in_elements(name: str, strides: tuple[int, ...], itemsize: int) -> tuple[in
     itemsize = itemsize or 1
     if any(stride % itemsize for stride in strides):
         expected = f"strides that are multiples of {itemsize} bytes"
-        raise ValueError(f"{name}: expected {expected}, got {strides}")
+        raise ValueError(f"{name}: expected {expected}, got {strides} bytes")
     return tuple(stride // itemsize for stride in strides)
 
 

@@ -1,5 +1,6 @@
 """Order on streams, CUDA graphs, the same bits every run, the current device."""
 
+import concurrent.futures
 import contextlib
 
 import hardware
@@ -342,6 +343,35 @@ def test_graph_that_allocates_its_out(torch):
     library.spoil(out)
     graph.replay()
     assert hardware.same_bits(out, hardware.run(second, state=None)[0])
+
+
+def in_a_new_thread(function):
+    """Run it as the first CUDA work of a thread; raises what it raises."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
+        pool.submit(function).result()
+
+
+def test_first_work_of_a_thread(library):
+    """The thread has no context yet, and everything is compiled and allocated."""
+    case = make()
+    want = expected(case)
+    static = library.case(case)
+    out, final_state = library.nans(case)
+    library.wait()
+    in_a_new_thread(lambda: call(static, out, final_state))
+    library.wait()
+    assert_same((out, final_state), want)
+
+
+def test_first_work_of_a_thread_is_a_sigmoid(library):
+    import cukda
+
+    x = library.case(make())["beta"]
+    want, out = cukda.sigmoid(x), library.stale(x)
+    library.wait()
+    in_a_new_thread(lambda: cukda.sigmoid(x, out))
+    library.wait()
+    assert_same([out], [hardware.host(want)])
 
 
 @pytest.mark.parametrize("kind", ["batch", "mixed", "short", "many heads"])

@@ -168,6 +168,7 @@ def test_mixed_channels(num_tokens):
     [
         *[(1e18, 1), (1, 1e18), (1e18, 1e18)],
         *[(1e-20, 1), (1, 1e-20), (1e-20, 1e-20), (1e18, 1e-20)],
+        *[(1e-11, 1), (1e-14, 1), (1e-15, 1), (1e-16, 1)],
         # The sum of squares is nearly all that float32 holds, or more.
         *[(1.8e19, 1.8e19), (1.9e19, 1.9e19), (5e19, 5e19), (1e30, 1e30)],
     ],
@@ -176,6 +177,28 @@ def test_lengths_of_queries_and_keys(q_scale, k_scale, gate):
     case = inputs.make([50], 2, gate, seed=36, batch=1)
     for name, factor in ("q", q_scale), ("k", k_scale):
         case[name] = (case[name].astype(np.float32) * np.float32(factor)).astype(inputs.BF16)
+    hardware.check(case, *TOLERANCE["values"])
+
+
+@pytest.mark.parametrize("part", [5e-4, 2.0**-16])
+def test_small_element_of_a_query_at_the_bound(part):
+    """The query sees the key only through an element that is small beside its length, after up to
+    16 tokens at the bound; each row is compared by itself.
+    """
+    case = inputs.make([48], 2, seed=46, batch=1)
+    case["q"][:], case["k"][:], case["initial_state"][:] = 0, 0, 0
+    case["q"][..., 0], case["q"][..., 1], case["k"][..., 1] = 1, part, 1
+    case["g"][:] = 30
+    out, want = hardware.run(case)[0], hardware.want(case)[0]
+    for t in range(48):
+        assert oracle.error(out[:, t], want[:, t]) <= TOLERANCE["values"][0], t
+
+
+@pytest.mark.parametrize("scale", [1e-10, 1e-19, -1e30])
+def test_scale_with_short_queries(scale):
+    case = inputs.make([40], 2, seed=47, batch=1)
+    case["q"] = (case["q"].astype(np.float32) * np.float32(1e-11)).astype(inputs.BF16)
+    case["scale"] = scale
     hardware.check(case, *TOLERANCE["values"])
 
 

@@ -241,6 +241,7 @@ class FakeCuPy:
             CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8,
             funcSetAttribute=lambda *args: self.attributes.append(args),
             launchKernel=self._launch,
+            ctxGetCurrent=lambda: 1,
             get_build_version=lambda: 12090,
         )
         runtime = types.SimpleNamespace(

@@ -33,6 +33,7 @@ class FakeCuda:
     def __init__(self):
         self.calls = []
         self.device = 0
+        self.context = 1
         self.capturing = set()
         self.done = False
         self.cupy_stream = 0
@@ -70,6 +71,7 @@ class FakeCuda:
         )
         self.cuda = types.SimpleNamespace(
             runtime=runtime,
+            driver=types.SimpleNamespace(ctxGetCurrent=lambda: self.context),
             Event=Event,
             Device=Device,
             get_current_stream=lambda device: types.SimpleNamespace(ptr=self.cupy_stream),
@@ -78,6 +80,7 @@ class FakeCuda:
     def set_device(self, device):
         self.calls.append(("device", device))
         self.device = device
+        self.context = 1
 
 
 class FakeTorch:
@@ -110,6 +113,15 @@ def fake_torch(monkeypatch):
     fake = FakeTorch()
     monkeypatch.setitem(sys.modules, "torch", fake)
     return fake
+
+
+def test_a_thread_without_a_context_gets_one(cuda, fake_torch):
+    cuda.context = 0
+    with arrays.launch_on([array(library="torch")]):
+        assert cuda.calls == [("device", 0)]
+    with arrays.launch_on([array(library="torch")]):
+        pass
+    assert cuda.calls == [("device", 0)]
 
 
 def test_launch_takes_the_first_arrays_stream(cuda, fake_torch):
