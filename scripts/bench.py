@@ -419,7 +419,7 @@ def markdown(result: dict, cases: dict) -> str:
     """The tables under their caption."""
     parts = [figures.caption(result)]
     if result["bench"]:
-        parts.append(figures.bench_table(result, cases))
+        parts += [figures.bench_table(result, cases), figures.standing(result, cases)]
     if result["accuracy"]:
         parts.append(figures.accuracy_table(result, cases))
     parts += [f"WRONG: {line}" for line in result.get("wrong", ())]

@@ -106,6 +106,7 @@ def readme_block(record: dict) -> str:
             f"{tests['skipped']} skipped. Sources `{record['digest'][:12]}`.",
             figures.caption(record),
             figures.bench_table(record, cases),
+            figures.standing(record, cases),
             "Relative error against the float64 recurrence, ‖got − want‖ / ‖want‖:",
             figures.accuracy_table(record, cases),
         ]

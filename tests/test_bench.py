@@ -73,6 +73,18 @@ def test_accuracy_table_has_the_limits_and_the_worst(result):
     ]
 
 
+def test_standing(result):
+    result["bench"] = {
+        name: {"ms": ms, "ms_call": 9.0, "host_us": 9.0}
+        # Faster than both, than FlashKDA alone, than neither; the first is the bar itself.
+        for name, ms in [("h12_2048", 0.045), ("h12_4096", 0.4), ("h4_1024", 0.1098)]
+    }
+    assert figures.standing(result, CASES) == (
+        "Of 3 cases, ours is faster than FlashKDA in 2, faster than the best peer in 1, and at or "
+        "under the bar in 1."
+    )
+
+
 def test_files(result, tmp_path):
     pytest.importorskip("matplotlib")
     bench.write(result, CASES, tmp_path / "new")
