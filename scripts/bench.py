@@ -17,7 +17,9 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -39,6 +41,18 @@ ACCURACY_SHAPE = ([2048], 8)
 FEW_HEADS = 1.15
 # Relative error of rounding a normal distribution to bf16: what a bf16 final state adds.
 BF16_ROUNDING = 1.66e-3
+# Processes timed after the one that compiles.
+NUM_STARTS = 3
+SIGMOID_GIB = 1
+# What a new process does to have a result; it prints the clock then.
+FIRST_RESULT = """
+import time, cupy, cukda, ml_dtypes
+shapes = [(1, 64, 4, 128)] * 4 + [(1, 64, 4)]
+q, k, v, g, beta = (cupy.zeros(s, cupy.uint16).view(ml_dtypes.bfloat16) for s in shapes)
+cukda.fwd(q, k, v, g, beta)
+cupy.cuda.runtime.deviceSynchronize()
+print(time.time())
+"""
 # A peer that is further off than this was called wrongly, and its time means nothing.
 PEER_LIMIT = 0.05
 
@@ -73,6 +87,49 @@ def run(names: list[str], cases: dict, check: bool, result: dict) -> None:
         else:
             _measure(name, cases[name], torch, check, result)
         cupy.get_default_memory_pool().free_all_blocks()
+
+
+def run_extras(result: dict) -> None:
+    """Measure what is no case: how soon a new process has a result, and the sigmoid.
+
+    Fills result["start_s"] and result["sigmoid"].
+    """
+    cold, *warm = _start_seconds(1 + NUM_STARTS)
+    result["start_s"] = {"cold": round(cold, 2), "warm": round(statistics.median(warm), 2)}
+    result["sigmoid"] = {"ms": round(_sigmoid_ms(), 4), "gib": SIGMOID_GIB}
+
+
+def _start_seconds(count: int) -> list[float]:
+    """Of processes one after the other on one cache, empty at first: from Python's start to the
+    first result.
+    """
+    seconds = []
+    with tempfile.TemporaryDirectory() as cache:
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "CUPY_CACHE_DIR": cache, "PYTHONPATH": path}
+        for _ in range(count):
+            start = time.time()
+            done = subprocess.run(
+                [sys.executable, "-c", FIRST_RESULT],
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            seconds.append(float(done.stdout) - start)
+    return seconds
+
+
+def _sigmoid_ms() -> float:
+    """Median device time of the float32 sigmoid of SIGMOID_GIB."""
+    import cupy
+
+    import cukda
+
+    x = cupy.linspace(-9, 9, SIGMOID_GIB * 2**28, dtype=cupy.float32)
+    out = cupy.empty_like(x)
+    # CuPy arrays, so captured on CuPy's stream.
+    return _device_ms([functools.partial(cukda.sigmoid, x, out)], None)
 
 
 def _check_accuracy(gate: str, torch, result: dict) -> None:

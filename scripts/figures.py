@@ -8,6 +8,8 @@ A result, as bench.py makes it and gpu_record.py keeps it, is a dict:
     accuracy       {case: {out, state}}, relative errors against the float64 recurrence
     bench          {case: {ms, ms_call, host_us}}
     live           {peer: {case: ms, or the reason why there is none}}
+    start_s        {cold, warm}: seconds from Python's start to a first result; may be missing
+    sigmoid        {ms, gib}: device time, size of the float32 input; may be missing
 """
 
 import json
@@ -131,6 +133,24 @@ def standing(result: dict, cases: dict[str, Case]) -> str:
         f"Of {len(times)} cases, ours is faster than FlashKDA in {faster}, faster than the best "
         f"peer in {best}, and at or under the bar in {met}."
     )
+
+
+def extras(result: dict) -> list[str]:
+    """What is no case, a sentence each; nothing where it was not measured."""
+    sentences = []
+    if start := result.get("start_s"):
+        sentences.append(
+            f"A new process has its first result {start['cold']:.2f} s after Python starts when it "
+            f"compiles, and after {start['warm']:.2f} s when the binary is in the cache."
+        )
+    if sigmoid := result.get("sigmoid"):
+        num_bytes = 2 * sigmoid["gib"] * 2**30
+        copy_ms = num_bytes / result["copy_tb_per_s"] / 1e9
+        sentences.append(
+            f"The float32 sigmoid of {sigmoid['gib']} GiB takes {sigmoid['ms']:.3f} ms; a copy "
+            f"would take {copy_ms:.3f} ms."
+        )
+    return sentences
 
 
 def plot(result: dict, cases: dict[str, Case], path: Path) -> None:

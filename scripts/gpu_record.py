@@ -107,6 +107,7 @@ def readme_block(record: dict) -> str:
             figures.caption(record),
             figures.bench_table(record, cases),
             figures.standing(record, cases),
+            *figures.extras(record),
             "Relative error against the float64 recurrence, ‖got − want‖ / ‖want‖:",
             figures.accuracy_table(record, cases),
         ]
@@ -179,6 +180,7 @@ def make_record() -> tuple[dict, list[str]]:
     try:
         stage("tests", lambda: record.update(tests=run_tests()))
         stage("benchmark", lambda: bench.run(list(cases), cases, True, result))
+        stage("start and sigmoid", lambda: bench.run_extras(result))
     except SystemExit:
         pass
     wrong += result.pop("wrong", [])

@@ -118,6 +118,8 @@ def files(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_record.load, "__defaults__", (record,))
     monkeypatch.setattr(gpu_record.save, "__defaults__", (record,))
     monkeypatch.setattr(gpu_record.bench, "why_not", lambda: None)
+    extras = {"start_s": {"cold": 1.8, "warm": 0.9}, "sigmoid": {"ms": 0.6, "gib": 1}}
+    monkeypatch.setattr(gpu_record.bench, "run_extras", lambda result: result.update(extras))
     return record, readme
 
 
@@ -148,9 +150,11 @@ def test_a_run_is_recorded_and_shown(files, monkeypatch):
     assert record["digest"] == gpu_record.digest() and record["unverified"] is None
     assert record["tests"] == tests
     assert record["bench"] == {"h12_2048": {"ms": 0.05, "ms_call": 0.06, "host_us": 34.0}}
+    assert record["start_s"]["warm"] == 0.9 and record["sigmoid"]["ms"] == 0.6
     text = readme.read_text(encoding="utf-8")
     assert text.startswith("before\n") and text.endswith("\nafter\n")
     assert "7 passed, 0 failed, 1 skipped" in text and "| h12_2048 | **0.0500** |" in text
+    assert "after 0.90 s when the binary is in the cache" in text
 
     assert gpu_record.main(["--unverified", "no card at hand"]) == 0
     marked = json.loads(record_file.read_text(encoding="utf-8"))
