@@ -61,15 +61,6 @@ __device__ inline float cvt_f32_f16(u16 half) {
     return y;
 }
 
-// 16 bytes from global memory, read once: the read-only path, first to leave L1.
-__device__ inline uint4 ld_global_nc_v4(const void* pointer) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(pointer));
-    return v;
-}
-
 // Copies 16 bytes from global to shared memory without registers in between. Only the first
 // `source_bytes` (0 or 16) are read; the rest is filled with zeros.
 __device__ inline void cp_async_16(u32 target, const void* source, u32 source_bytes) {

@@ -49,11 +49,6 @@ class Array:
         """Bytes from element 0 to the end of a contiguous array of a dtype that kernels take."""
         return _num_bytes(self.shape, self.dtype)
 
-    @property
-    def is_contiguous(self) -> bool:
-        """Row-major without gaps. Strides of axes of length 1, and of empty arrays, are free."""
-        return _is_contiguous(self.shape, self.strides)
-
 
 def view(name: str, array: object, stream: object = None) -> Array:
     """A caller's array, by whichever route its library offers; nothing is copied.
@@ -451,6 +446,7 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Row-major without gaps. Strides of axes of length 1, and of empty arrays, are free."""
     step = 1
     for n, stride in zip(reversed(shape), reversed(strides), strict=True):
         if n != 1 and stride != step:

@@ -8,7 +8,6 @@ import functools
 from dataclasses import dataclass
 
 HEAD_DIM = 128
-CHUNK = 16
 
 # Bytes of struct Stage, RawChunk, Tokens, a solver's scratch, Item, and of a barrier.
 _STAGE_BYTES = 18_176

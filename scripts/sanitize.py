@@ -36,14 +36,18 @@ def compute(name: str) -> None:
     import cupy
     import hardware
     import inputs
+    import numpy as np
 
     import cukda
 
     if name == "sigmoid":
-        for dtype in (cupy.float32, cupy.float16):
-            x = cupy.linspace(-9, 9, 10_001, dtype=dtype)
-            # Off their 16-byte boundaries, by different distances.
-            cukda.sigmoid(x[3:], cupy.empty_like(x)[: x.size - 3])
+        bits = cupy.arange(10_001, dtype=cupy.uint32)
+        for dtype in (np.dtype(np.float32), np.dtype(np.float16), inputs.BF16):
+            x = bits.astype(f"u{dtype.itemsize}").view(dtype)
+            # On 16-byte boundaries, and off them by different distances.
+            for given, out in (x, cupy.empty_like(x)), (x[3:], cupy.empty_like(x)[1:-2]):
+                cukda.sigmoid(given, out)
+                cukda.sigmoid_ext.sigmoid_tanh_fp32(given)
     else:
         (variant,) = (v for v in plan.variants() if str(v) == name)
         plan.variants = lambda: (variant,)
