@@ -53,15 +53,16 @@ __device__ inline Triangle triangle_of_ones(int lane) {
     return {{{even, one, odd, one}, {0, even, 0, odd}}};
 }
 
-// sum[16 tokens x 8 channels] += triangle half times two tokens' values per lane. Each value is
-// split into two tf32 parts, 22 bits together, so the sum is float32 but for its last bit or two.
-__device__ inline void add_running_sum(float (&sum)[4], const u32 (&triangle)[4], float token0,
-                                       float token1) {
+// sum[16 tokens x 8 channels] = before + triangle half times two tokens' values per lane. Each
+// value is split into two tf32 parts, 22 bits together, so the sum is float32 but for its last bit
+// or two.
+__device__ inline void add_running_sum(float (&sum)[4], const float (&before)[4],
+                                       const u32 (&triangle)[4], float token0, float token1) {
     constexpr u32 tf32_bits = 0xffffe000u;
     const u32 high0 = __float_as_uint(token0) & tf32_bits;
     const u32 high1 = __float_as_uint(token1) & tf32_bits;
-    mma_m16n8k8_tf32(sum, triangle, high0, high1);
+    mma_m16n8k8_tf32(sum, triangle, high0, high1, before);
     const float low0 = token0 - __uint_as_float(high0);
     const float low1 = token1 - __uint_as_float(high1);
-    mma_m16n8k8_tf32(sum, triangle, __float_as_uint(low0), __float_as_uint(low1));
+    mma_m16n8k8_tf32(sum, triangle, __float_as_uint(low0), __float_as_uint(low1), sum);
 }

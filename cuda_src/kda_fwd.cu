@@ -5,80 +5,62 @@
 //
 // in chunks of 16 tokens (factors.cuh, solve.cuh, recurrence.cuh have the chunked form).
 //
-// Block: one sequence of one head, v_rows of the 128 rows of its state. Its warps do three things,
-//   chunk by chunk, and meet only at the mbarriers of struct Shared:
-//     factor warps (factors.cuh): q, k, g -> the factors k e^G, q e^G, k e^-G, k e^(G_last - G);
-//     solvers (solve.cuh): norms and beta before them, (I + diag(beta) A)^-1 and P after them;
+// Block: item after item (work.cuh), each a segment of a sequence, of one head, and v_rows of the
+// 128
+//   rows of its state. Its warps do three things, chunk by chunk, and meet only at the mbarriers of
+//   struct Shared:
+//     factor warps (factors.cuh): find items, fetch q, k, g, and make of them the factors k e^G,
+//       q e^G, k e^-G, k e^(G_last - G);
+//     solvers (solve.cuh): norms and beta, (I + diag(beta) A)^-1 and P;
 //     consumers (recurrence.cuh): 16 rows of the state each, in registers, through all chunks.
-// Grid: (sequence, head, part of V), the part fastest; no block waits for another.
+// Grid: any number of blocks, which share the items; no block waits for another.
 // Shared memory: struct Shared (chunk.cuh), dynamic.
-// Each part reads its inputs once and writes its outputs once; there is no workspace.
+// There is no workspace: what a segment needs of the tokens before it, it works out itself.
 #include "chunk.cuh"
 #include "factors.cuh"
 #include "ptx.cuh"
 #include "recurrence.cuh"
 #include "solve.cuh"
-
-// cu_seqlens may hold anything: the bounds are clamped to the rows there are.
-__device__ inline i64 sequence_bound(const void* cu_seqlens, int cu_seqlens_bytes, i64 index) {
-    return cu_seqlens_bytes == 8 ? static_cast<const i64*>(cu_seqlens)[index]
-                                 : static_cast<const int*>(cu_seqlens)[index];
-}
-
-__device__ inline i64 clamp(i64 x, i64 low, i64 high) {
-    return x < low ? low : x > high ? high : x;
-}
-
-__device__ inline Item item_of_block(i64 num_tokens, int num_heads, const void* cu_seqlens,
-                                     int cu_seqlens_bytes) {
-    constexpr int num_parts = head_dim / v_rows;
-    Item item;
-    item.part = blockIdx.x % num_parts;
-    item.head = blockIdx.x / num_parts % num_heads;
-    item.sequence = blockIdx.x / num_parts / num_heads;
-    item.begin = item.sequence * num_tokens;
-    item.num_tokens = static_cast<int>(num_tokens);
-    if (cu_seqlens) {
-        item.begin =
-            clamp(sequence_bound(cu_seqlens, cu_seqlens_bytes, item.sequence), 0, num_tokens);
-        const i64 end = clamp(sequence_bound(cu_seqlens, cu_seqlens_bytes, item.sequence + 1),
-                              item.begin, num_tokens);
-        item.num_tokens = static_cast<int>(end - item.begin);
-    }
-    return item;
-}
+#include "work.cuh"
 
 // q, k, g, v, out: bf16 [B, T, H, 128]; beta: bf16 [B, T, H]; A_log: fp32 [H] or null; dt_bias:
 // fp32 [H, 128] or null; states: [N, H, 128 (v), 128 (k)] of the kind given, or null; cu_seqlens:
-// int32 or int64 [N + 1] or null (then N = B). All contiguous. num_tokens is T.
+// int32 or int64 [N + 1] or null (then N = B). All contiguous. num_tokens is T. segment, num_slots:
+// see struct Work.
 extern "C" __global__ void __launch_bounds__(num_threads, 1)
     kda_fwd(const u16* q, const u16* k, const u16* v, const u16* g, const u16* beta, float scale,
             u16* out, const float* A_log, const float* dt_bias, float lower_bound,
             const void* initial_state, StateKind initial_kind, void* final_state,
-            StateKind final_kind, const void* cu_seqlens, int cu_seqlens_bytes, i64 num_tokens,
-            int num_heads) {
+            StateKind final_kind, const void* cu_seqlens, int cu_seqlens_bytes, int num_sequences,
+            i64 num_tokens, int num_heads, int segment, u32 num_slots) {
     extern __shared__ __align__(128) unsigned char storage[];
     Shared& smem = *reinterpret_cast<Shared*>(storage);
+    const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens,
+                       num_heads,  segment,          num_slots};
+    const States initial = {const_cast<void*>(initial_state), initial_kind};
+    const States final = {final_state, final_kind};
 
     if (threadIdx.x == 0) {
-        smem.item = item_of_block(num_tokens, num_heads, cu_seqlens, cu_seqlens_bytes);
         // Every thread that wrote, or read, arrives for itself.
-        constexpr int group_threads = 32 * group_warps, solver_threads = 32;
-        init(smem.raw_full, group_threads);
-        init(smem.tokens_full, solver_threads);
-        init(smem.factors_full, group_threads);
-        init(smem.full, group_threads + solver_threads);
-        init(smem.empty, solver_threads + 32 * num_consumers);
+        init(smem.raw_full, 32 * num_factor_warps);
+        init(smem.factors_full, 32 * num_factor_warps);
+        init(smem.full, 32);
+        init(smem.empty, 32 * num_consumers);
+        init(smem.item_full, 1);
+        init(smem.item_empty, num_threads);
     }
     __syncthreads();
 
     const int warp = threadIdx.x / 32;
-    if (warp < num_factor_warps) {
-        run_factors(smem, q, k, g, A_log, dt_bias, lower_bound, scale, num_heads);
-    } else if (warp < num_factor_warps + num_solvers) {
-        run_solver(smem, beta, num_heads);
+    if (warp < num_factor_warps + num_solvers) {
+        if constexpr (use_wgmma) setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (warp < num_factor_warps) {
+            run_factors(smem, work, q, k, g, A_log, dt_bias, lower_bound, initial);
+        } else {
+            run_solver(smem, beta, A_log, dt_bias, lower_bound, num_heads);
+        }
     } else {
-        run_recurrence(smem, v, out, initial_state, initial_kind, final_state, final_kind,
-                       num_heads);
+        if constexpr (use_wgmma) setmaxnreg_inc<CONSUMER_REGISTERS>();
+        run_recurrence(smem, v, scale, out, initial, final, num_heads);
     }
 }

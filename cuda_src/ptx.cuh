@@ -33,6 +33,13 @@ __device__ inline float ex2_approx(float x) {
     return y;
 }
 
+// log2 on the special function unit, to 2^-22 or so.
+__device__ inline float lg2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // 1 / x on the special function unit, to an ulp; C++'s division takes ten instructions.
 __device__ inline float rcp_approx(float x) {
     float y;
@@ -93,6 +100,22 @@ __device__ inline void ldmatrix_x4_trans(u32 (&frag)[4], u32 row_address) {
                  : "r"(row_address));
 }
 
+// Hopper and newer.
+constexpr bool has_stmatrix =
+#ifdef __CUDA_ARCH__
+    __CUDA_ARCH__ >= 900;
+#else
+    false;
+#endif
+
+// What ldmatrix_x4 reads, written: four matrices, a row address per lane.
+__device__ inline void stmatrix_x4(u32 row_address, const u32 (&frag)[4]) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+        "r"(frag[0]), "r"(frag[1]), "r"(frag[2]), "r"(frag[3])
+        : "memory");
+}
+
 // Transposes one 8x8 matrix of 16-bit elements that lies in a warp's registers. Volatile, as all
 // that a whole warp must execute: else the compiler may move it into the branch that uses its
 // result.
@@ -111,13 +134,15 @@ __device__ inline void mma_m16n8k16_bf16(float (&acc)[4], const u32 (&a)[4], u32
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// acc[16x8] += a[16x8] b[8x8] on float32 bits whose lower 13 bits are zero (tf32).
-__device__ inline void mma_m16n8k8_tf32(float (&acc)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+// d[16x8] = a[16x8] b[8x8] + c on float32 bits whose lower 13 bits are zero (tf32).
+__device__ inline void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
+                                        const float (&c)[4]) {
     asm volatile(
         "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        "{%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),
+          "f"(c[2]), "f"(c[3]));
 }
 
 __device__ inline void mbarrier_init(u32 barrier, u32 arrivals) {
@@ -155,4 +180,102 @@ __device__ inline u32 min_nan_bf16x2(u32 a, u32 b) {
     u32 smaller;
     asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
     return smaller;
+}
+
+// Makes what this thread stored to shared memory visible to wgmma, which reads it by another route.
+__device__ inline void fence_proxy_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Orders a warpgroup's register accesses before the wgmma that follow.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ inline void wgmma_commit_group() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most `pending` of the warpgroup's groups are unfinished.
+template <int pending>
+__device__ inline void wgmma_wait_group() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+// acc[64 x 8n] += a[64 x 16] b[16 x 8n] by a warpgroup, 16 rows to a warp; asynchronous. b is a
+// shared-memory descriptor; transposed_b says that its core matrices are rows of k.
+template <int transposed_b>
+__device__ inline void wgmma_m64k16_bf16(float (&acc)[2][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "{%8, %9, %10, %11}, %12, 1, 1, 1, %13;"
+        : "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][0]),
+          "+f"(acc[1][1]), "+f"(acc[1][2]), "+f"(acc[1][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed_b));
+}
+
+template <int transposed_b>
+__device__ inline void wgmma_m64k16_bf16(float (&acc)[4][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, "
+        "%9, %10, %11, %12, %13, %14, %15}, "
+        "{%16, %17, %18, %19}, %20, 1, 1, 1, %21;"
+        : "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][0]),
+          "+f"(acc[1][1]), "+f"(acc[1][2]), "+f"(acc[1][3]), "+f"(acc[2][0]), "+f"(acc[2][1]),
+          "+f"(acc[2][2]), "+f"(acc[2][3]), "+f"(acc[3][0]), "+f"(acc[3][1]), "+f"(acc[3][2]),
+          "+f"(acc[3][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed_b));
+}
+
+template <int transposed_b>
+__device__ inline void wgmma_m64k16_bf16(float (&acc)[16][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
+        "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "
+        "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
+        "%62, %63}, "
+        "{%64, %65, %66, %67}, %68, 1, 1, 1, %69;"
+        : "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][0]),
+          "+f"(acc[1][1]), "+f"(acc[1][2]), "+f"(acc[1][3]), "+f"(acc[2][0]), "+f"(acc[2][1]),
+          "+f"(acc[2][2]), "+f"(acc[2][3]), "+f"(acc[3][0]), "+f"(acc[3][1]), "+f"(acc[3][2]),
+          "+f"(acc[3][3]), "+f"(acc[4][0]), "+f"(acc[4][1]), "+f"(acc[4][2]), "+f"(acc[4][3]),
+          "+f"(acc[5][0]), "+f"(acc[5][1]), "+f"(acc[5][2]), "+f"(acc[5][3]), "+f"(acc[6][0]),
+          "+f"(acc[6][1]), "+f"(acc[6][2]), "+f"(acc[6][3]), "+f"(acc[7][0]), "+f"(acc[7][1]),
+          "+f"(acc[7][2]), "+f"(acc[7][3]), "+f"(acc[8][0]), "+f"(acc[8][1]), "+f"(acc[8][2]),
+          "+f"(acc[8][3]), "+f"(acc[9][0]), "+f"(acc[9][1]), "+f"(acc[9][2]), "+f"(acc[9][3]),
+          "+f"(acc[10][0]), "+f"(acc[10][1]), "+f"(acc[10][2]), "+f"(acc[10][3]), "+f"(acc[11][0]),
+          "+f"(acc[11][1]), "+f"(acc[11][2]), "+f"(acc[11][3]), "+f"(acc[12][0]), "+f"(acc[12][1]),
+          "+f"(acc[12][2]), "+f"(acc[12][3]), "+f"(acc[13][0]), "+f"(acc[13][1]), "+f"(acc[13][2]),
+          "+f"(acc[13][3]), "+f"(acc[14][0]), "+f"(acc[14][1]), "+f"(acc[14][2]), "+f"(acc[14][3]),
+          "+f"(acc[15][0]), "+f"(acc[15][1]), "+f"(acc[15][2]), "+f"(acc[15][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed_b));
+}
+
+// Takes registers from this warpgroup's threads, down to so many each, for others ...
+template <int registers>
+__device__ inline void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+// ... or gives it more, waiting until there are.
+template <int registers>
+__device__ inline void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+// No instruction: a place in the program's order by which x has been worked out.
+__device__ inline void keep_in_order(float& x) { asm volatile("" : "+f"(x)); }
+
+// Two words in one store; C++'s may be split where the words are in registers apart.
+__device__ inline void st_global_v2(void* pointer, uint2 x) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(pointer), "r"(x.x), "r"(x.y) : "memory");
+}
+
+// A barrier of the block's first `threads` threads. Number 1: number 0 is __syncthreads.
+__device__ inline void barrier_sync(int threads) {
+    asm volatile("barrier.cta.sync 1, %0;" ::"r"(threads) : "memory");
+}
+
+// Brings the cache line at this address into L2.
+__device__ inline void prefetch_global_l2(const void* pointer) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
 }

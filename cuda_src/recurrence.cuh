@@ -1,8 +1,8 @@
 // Consumers: 16 rows of the state, [16 (v) x 128 (k)], in one warp's float32 registers.
 //
-//   [KS | QS] = S [k e^G; q e^G]^T
-//   W = diag(beta) (V - KS)      U = W inverse^T      O = diag(o_scale) (QS + U P^T)
-//   S = S diag(e^G_last) + U^T k_out
+//   [KS | QS] = S [k e^G; q e^G]^T    (times lift, which beta_norm and q_norm take out)
+//   W = diag(beta) V - diag(beta_norm) KS    U = W inverse^T    O = scale (diag(q_norm) QS + U P^T)
+//   S = S diag(e^G_last) + (diag(k_norm) U)^T k_out
 // all with v as rows, so S, W and U are A operands as they come out of the product before.
 //
 // Fragment row r (0-7) of half h (r, or r + 8) is v = 4 (r / 2) + 2 h + r % 2. Transposed, a lane
@@ -10,10 +10,9 @@
 #pragma once
 
 #include "chunk.cuh"
+#include "work.cuh"
 
 constexpr int k_tiles = head_dim / 8;
-
-enum class StateKind { None = 0, BF16 = 1, FP32 = 2 };
 
 // Offset of this lane's first element of tile 0 in the warp's [16, 128] rows, and to its other
 // half.
@@ -26,21 +25,26 @@ constexpr int state_half_offset = 2 * head_dim;
 __device__ inline void load_state(float (&state)[k_tiles][4], const void* rows, StateKind kind,
                                   int lane) {
     const int offset = state_lane_offset(lane);
+    const u16* halves = static_cast<const u16*>(rows) + offset;
+    const float* floats = static_cast<const float*>(rows) + offset;
 #pragma unroll
-    for (int tile = 0; tile < k_tiles; ++tile) {
+    for (int i = 0; i < 4 * k_tiles; ++i) state[i / 4][i % 4] = 0.0f;
+    if (kind == StateKind::FP32) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int at = offset + half * state_half_offset + 8 * tile;
-            float2 s = make_float2(0.0f, 0.0f);
-            if (kind == StateKind::FP32) {
-                s = *reinterpret_cast<const float2*>(static_cast<const float*>(rows) + at);
-            } else if (kind == StateKind::BF16) {
-                const u32 packed =
-                    *reinterpret_cast<const u32*>(static_cast<const u16*>(rows) + at);
-                s = make_float2(bf16_low(packed), bf16_high(packed));
-            }
-            state[tile][2 * half] = s.x;
-            state[tile][2 * half + 1] = s.y;
+        for (int i = 0; i < 2 * k_tiles; ++i) {
+            float* s = &state[i / 2][i % 2 * 2];
+            const float2 two =
+                *reinterpret_cast<const float2*>(floats + i % 2 * state_half_offset + i / 2 * 8);
+            s[0] = two.x;
+            s[1] = two.y;
+        }
+    } else if (kind == StateKind::BF16) {
+#pragma unroll
+        for (int i = 0; i < 2 * k_tiles; ++i) {
+            const u32 packed =
+                *reinterpret_cast<const u32*>(halves + i % 2 * state_half_offset + i / 2 * 8);
+            state[i / 2][i % 2 * 2] = bf16_low(packed);
+            state[i / 2][i % 2 * 2 + 1] = bf16_high(packed);
         }
     }
 }
@@ -48,17 +52,21 @@ __device__ inline void load_state(float (&state)[k_tiles][4], const void* rows, 
 __device__ inline void store_state(const float (&state)[k_tiles][4], void* rows, StateKind kind,
                                    int lane) {
     const int offset = state_lane_offset(lane);
+    u16* halves = static_cast<u16*>(rows) + offset;
+    float* floats = static_cast<float*>(rows) + offset;
+    if (kind == StateKind::FP32) {
 #pragma unroll
-    for (int tile = 0; tile < k_tiles; ++tile) {
+        for (int i = 0; i < 2 * k_tiles; ++i) {
+            const float* s = &state[i / 2][i % 2 * 2];
+            *reinterpret_cast<float2*>(floats + i % 2 * state_half_offset + i / 2 * 8) =
+                make_float2(s[0], s[1]);
+        }
+    } else if (kind == StateKind::BF16) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int at = offset + half * state_half_offset + 8 * tile;
-            const float x = state[tile][2 * half], y = state[tile][2 * half + 1];
-            if (kind == StateKind::FP32) {
-                *reinterpret_cast<float2*>(static_cast<float*>(rows) + at) = make_float2(x, y);
-            } else if (kind == StateKind::BF16) {
-                *reinterpret_cast<u32*>(static_cast<u16*>(rows) + at) = cvt_bf16x2(x, y);
-            }
+        for (int i = 0; i < 2 * k_tiles; ++i) {
+            const float* s = &state[i / 2][i % 2 * 2];
+            *reinterpret_cast<u32*>(halves + i % 2 * state_half_offset + i / 2 * 8) =
+                cvt_bf16x2(s[0], s[1]);
         }
     }
 }
@@ -68,40 +76,45 @@ struct Rows {
     uint2 token[2];
 };
 
-// half_stride: elements from a token to the one eight later.
-__device__ inline void load_rows(Rows& rows, const u16* v, i64 half_stride, int num_tokens,
-                                 int lane) {
+// half_stride: elements from a token to the one eight later. num_left: rows there are from the
+// lane's first on.
+__device__ inline void load_rows(Rows& rows, const u16* v, i64 half_stride, int num_left) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         rows.token[half] = make_uint2(0, 0);
-        if (lane / 4 + 8 * half < num_tokens) {
+        if (num_left > 8 * half) {
             rows.token[half] = *reinterpret_cast<const uint2*>(v + half * half_stride);
         }
     }
 }
 
-__device__ inline void store_rows(u16* out, i64 half_stride, int num_tokens, const Rows& rows,
-                                  int lane) {
+__device__ inline void store_rows(u16* out, i64 half_stride, int num_left, const Rows& rows) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (lane / 4 + 8 * half < num_tokens) {
-            *reinterpret_cast<uint2*>(out + half * half_stride) = rows.token[half];
-        }
+        if (num_left > 8 * half) st_global_v2(out + half * half_stride, rows.token[half]);
     }
 }
 
-// For each of the lane's two rows of v, the chunk's first token at which x is not finite as bf16,
-// or 16.
-__device__ inline void first_bad_tokens(int (&first)[2], const float (&x)[2][4], int lane) {
-    constexpr float rounds_to_infinity = 0x1.ffp127f;
+// Whether any of these bf16 has an exponent of ones: adding one to it carries into the sign's
+// place.
+__device__ inline bool any_not_finite(const u32 (&x)[4]) {
+    u32 carries = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) carries |= (x[i] & 0x7fff7fffu) + 0x00800080u;
+    return carries & 0x80008000u;
+}
+
+// For each of the lane's two rows of v, the first token at which x is not finite, or 16. x is W or
+// U, rounded, as an A operand: word m holds tokens 8 (m / 2) + pair and + 1 of row half m % 2.
+__device__ inline void first_bad_tokens(int (&first)[2], const u32 (&x)[4], int lane) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         int token = chunk;
 #pragma unroll
-        for (int i = 3; i >= 0; --i) {
-            if (!(fabsf(x[i / 2][2 * half + i % 2]) < rounds_to_infinity)) {
-                token = 8 * (i / 2) + 2 * (lane % 4) + i % 2;
-            }
+        for (int m = 2 + half; m >= 0; m -= 2) {
+            const int pair = 8 * (m / 2) + 2 * (lane % 4);
+            if ((x[m] & 0x7f800000u) == 0x7f800000u) token = pair + 1;
+            if ((x[m] & 0x7f80u) == 0x7f80u) token = pair;
         }
         token = min(token, __shfl_xor_sync(~0u, token, 1));
         first[half] = min(token, __shfl_xor_sync(~0u, token, 2));
@@ -109,164 +122,216 @@ __device__ inline void first_bad_tokens(int (&first)[2], const float (&x)[2][4],
 }
 
 // x = 0 from the first bad token on.
-__device__ inline void clear_from(float (&x)[2][4], const int (&first_bad)[2], int lane) {
+__device__ inline void clear_from(u32 (&x)[4], const int (&first_bad)[2], int lane) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int token = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-        if (token >= first_bad[i % 4 / 2]) x[i / 4][i % 4] = 0.0f;
+    for (int m = 0; m < 4; ++m) {
+        const int left = first_bad[m % 2] - (8 * (m / 2) + 2 * (lane % 4));
+        x[m] = left <= 0 ? 0 : left == 1 ? x[m] & 0xffffu : x[m];
     }
 }
 
-// One chunk. Returns O; NaN from the first token on that is not finite, and in the state. Calls
-// load_next() once v is in use no more, to put the next chunk's rows there.
-template <typename LoadNext>
-__device__ inline Rows step(float (&state)[k_tiles][4], const Stage& stage, const Rows& v,
-                            int num_tokens, int lane, const LoadNext& load_next) {
-    constexpr int kq_k_stride = 4 * core_bytes;
-    const float nan = __int_as_float(0x7fffffff);
-    const int pair = 2 * (lane % 4);
+// The product U P^T by one warp, from W anew, for a chunk in which U is not finite somewhere: as if
+// each row of v ended before the first such token, because a product over tokens carries one
+// token's NaN to all of them. Returns those tokens in first_bad.
+__device__ inline void output_before_bad(float (&o)[2][4], int (&first_bad)[2], u32 (&frag_w)[4],
+                                         u32 stage_address, int lane) {
+    using SquareB = WarpB<Major::K, 2 * core_bytes, core_bytes>;
+    first_bad_tokens(first_bad, frag_w, lane);
+    clear_from(frag_w, first_bad, lane);
+    float u[2][4] = {};
+    rs_gemm(u, frag_w, SquareB(stage_address + inverse_at, lane));
+    u32 frag_u[4];
+    pack_a(frag_u, u[0], u[1]);
+    int first_overflow[2];
+    first_bad_tokens(first_overflow, frag_u, lane);
+    first_bad[0] = min(first_bad[0], first_overflow[0]);
+    first_bad[1] = min(first_bad[1], first_overflow[1]);
+    clear_from(frag_u, first_bad, lane);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) o[i / 4][i % 4] = 0.0f;
+    rs_gemm(o, frag_u, SquareB(stage_address + p_at, lane));
+}
 
+// One chunk. O, and the state after it, are NaN from the first token on that is not finite. Calls
+// load_next() once v is in use no more, to put the next chunk's rows there, and store(o).
+template <typename LoadNext, typename Store>
+__device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, const Rows& v,
+                            float scale, int lane, const LoadNext& load_next, const Store& store) {
+    constexpr int kq_k_stride = 4 * core_bytes;
+    const int pair = 2 * (lane % 4);
+    const u32 stage_address = shared_address(&stage);
+
+    // wgmma wants all of its operands before the first; mma.sync has no registers for so many.
+    u32 frag_s[head_dim / 16][4];
+    const auto pack = [&](int k16) { pack_a(frag_s[k16], state[2 * k16], state[2 * k16 + 1]); };
+    if constexpr (use_wgmma) {
+#pragma unroll
+        for (int k16 = 0; k16 < head_dim / 16; ++k16) pack(k16);
+    }
     float kq[4][4] = {};  // KS of tokens 0-7, 8-15, QS of tokens 0-7, 8-15
-    const u32 kq_address =
-        shared_address(stage.kq_in.core) + b_lane_offset<core_bytes, kq_k_stride>(lane);
+    ConsumerB<Major::K, core_bytes, kq_k_stride> kq_in(stage_address + kq_in_at, lane);
+    gemm_begin();
 #pragma unroll
     for (int k16 = 0; k16 < head_dim / 16; ++k16) {
-        u32 a[4];
-        pack_a(a, state[2 * k16], state[2 * k16 + 1]);
-        rs_gemm<Major::K, core_bytes>(kq, a, kq_address + k16 * 2 * kq_k_stride);
+        if constexpr (!use_wgmma) pack(k16);
+        rs_gemm(kq, frag_s[k16], kq_in);
+        kq_in.advance(2 * kq_k_stride);
     }
+    gemm_commit();
 
-    float w[2][4];
-    float sum = 0.0f;
+    float w[2][4], beta_norm[2][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float2 beta = *reinterpret_cast<const float2*>(&stage.beta[8 * half + pair]);
-        const u32 v_low = movmatrix_trans(v.token[half].x);
-        const u32 v_high = movmatrix_trans(v.token[half].y);
-        w[half][0] = beta.x * (bf16_low(v_low) - kq[half][0]);
-        w[half][1] = beta.y * (bf16_high(v_low) - kq[half][1]);
-        w[half][2] = beta.x * (bf16_low(v_high) - kq[half][2]);
-        w[half][3] = beta.y * (bf16_high(v_high) - kq[half][3]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum += fabsf(w[half][i]);
+        const float2 both = *reinterpret_cast<const float2*>(&stage.beta_norm[8 * half + pair]);
+        const u32 low = movmatrix_trans(v.token[half].x), high = movmatrix_trans(v.token[half].y);
+        w[half][0] = beta.x * bf16_low(low);
+        w[half][1] = beta.y * bf16_high(low);
+        w[half][2] = beta.x * bf16_low(high);
+        w[half][3] = beta.y * bf16_high(high);
+        beta_norm[half][0] = both.x;
+        beta_norm[half][1] = both.y;
     }
-
     load_next();
-
-    // A product over tokens would carry one token's NaN to all of them. The rare chunk that has one
-    // is worked as if it ended before it. Rare is also a chunk whose U could overflow: the
-    // inverse's entries are below 2^14.
-    const int num_finite = stage.num_finite;
-    const bool rare = __any_sync(~0u, !(sum < 0x1p100f)) || num_finite < num_tokens;
-    int first_bad[2] = {chunk, chunk};
-    if (rare) {
-        first_bad_tokens(first_bad, w, lane);
-        if (num_finite < num_tokens) {
-            first_bad[0] = min(first_bad[0], num_finite);
-            first_bad[1] = min(first_bad[1], num_finite);
-        }
-        clear_from(w, first_bad, lane);
+    hold(w);
+    gemm_wait<0>();
+    hold(kq);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        w[i / 4][i % 4] = fmaf(-beta_norm[i / 4][i % 2], kq[i / 4][i % 4], w[i / 4][i % 4]);
     }
 
-    u32 frag_w[4], frag_u[4];
+    u32 frag_w[4], frag_u[4], frag_ku[4];
     pack_a(frag_w, w[0], w[1]);
     float u[2][4] = {};
-    const int square_offset = b_lane_offset<2 * core_bytes, core_bytes>(lane);
-    rs_gemm<Major::K, 2 * core_bytes>(u, frag_w,
-                                      shared_address(stage.inverse.core) + square_offset);
-    if (rare) {
-        int first_overflow[2];
-        first_bad_tokens(first_overflow, u, lane);
-        first_bad[0] = min(first_bad[0], first_overflow[0]);
-        first_bad[1] = min(first_bad[1], first_overflow[1]);
-        clear_from(u, first_bad, lane);
-    }
-    pack_a(frag_u, u[0], u[1]);
-
+    using SquareB = ConsumerB<Major::K, 2 * core_bytes, core_bytes>;
+    gemm_begin();
+    rs_gemm(u, frag_w, SquareB(stage_address + inverse_at, lane));
+    gemm_commit();
+    float k_norm[2][2];
 #pragma unroll
-    for (int tile = 0; tile < k_tiles; ++tile) {
-        const float2 decay = *reinterpret_cast<const float2*>(&stage.decay[8 * tile + pair]);
+    for (int half = 0; half < 2; ++half) {
+        const float2 norm = *reinterpret_cast<const float2*>(&stage.k_norm[8 * half + pair]);
+        k_norm[half][0] = norm.x;
+        k_norm[half][1] = norm.y;
+    }
+#pragma unroll
+    for (int tile = 0; tile < k_tiles; tile += 2) {
+        const float4 decay = stage.decay[tile / 2][lane % 4];
         state[tile][0] *= decay.x;
         state[tile][1] *= decay.y;
         state[tile][2] *= decay.x;
         state[tile][3] *= decay.y;
+        state[tile + 1][0] *= decay.z;
+        state[tile + 1][1] *= decay.w;
+        state[tile + 1][2] *= decay.z;
+        state[tile + 1][3] *= decay.w;
     }
-    rs_gemm<Major::N, 2 * core_bytes>(
-        state, frag_u,
-        shared_address(stage.k_out.core) + b_lane_offset<2 * core_bytes, core_bytes>(lane));
-
-    float o[2][4];
+    hold(state);
+    gemm_wait<0>();
+    hold(u);
+    pack_a(frag_u, u[0], u[1]);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) o[i / 4][i % 4] = kq[2 + i / 4][i % 4];
-    rs_gemm<Major::K, 2 * core_bytes>(o, frag_u, shared_address(stage.p.core) + square_offset);
+    for (int i = 0; i < 8; ++i) u[i / 4][i % 4] *= k_norm[i / 4][i % 2];
+    pack_a(frag_ku, u[0], u[1]);
+
+    // O's product starts at zero: with QS to start from, ptxas would wait for each wgmma (C7511).
+    float o[2][4] = {};
+    gemm_begin();
+    rs_gemm(o, frag_u, SquareB(stage_address + p_at, lane));
+    gemm_commit();
+    rs_gemm(state, frag_ku,
+            ConsumerB<Major::N, 2 * core_bytes, core_bytes>(stage_address + k_out_at, lane));
+    gemm_commit();
+
+    const bool rare = __any_sync(~0u, any_not_finite(frag_u));
+    gemm_wait<1>();
+    hold(o);
+    int first_bad[2] = {chunk, chunk};
+    if (rare) output_before_bad(o, first_bad, frag_w, stage_address, lane);
+
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float2 scale = *reinterpret_cast<const float2*>(&stage.o_scale[8 * half + pair]);
+        const float2 norm = *reinterpret_cast<const float2*>(&stage.q_norm[8 * half + pair]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) o[half][i] *= i % 2 ? scale.y : scale.x;
+        for (int i = 0; i < 4; ++i) {
+            o[half][i] = scale * fmaf(kq[2 + half][i], i % 2 ? norm.y : norm.x, o[half][i]);
+        }
     }
-
+    const float nan = __int_as_float(0x7fffffff);
     if (rare) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int token = 8 * (i / 4) + pair + i % 2;
             if (token >= first_bad[i % 4 / 2]) o[i / 4][i % 4] = nan;
         }
-#pragma unroll
-        for (int i = 0; i < 4 * k_tiles; ++i) {
-            if (first_bad[i % 4 / 2] < chunk) state[i / 4][i % 4] = nan;
-        }
     }
-
     Rows out;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         out.token[half].x = movmatrix_trans(cvt_bf16x2(o[half][0], o[half][1]));
         out.token[half].y = movmatrix_trans(cvt_bf16x2(o[half][2], o[half][3]));
     }
-    return out;
+    store(out);
+
+    gemm_wait<0>();
 }
 
-// A consumer's life: its 16 rows of the state, through all chunks.
-__device__ inline void run_recurrence(Shared& smem, const u16* v, u16* out,
-                                      const void* initial_state, StateKind initial_kind,
-                                      void* final_state, StateKind final_kind, int num_heads) {
-    const int warp = threadIdx.x / 32 - num_factor_warps - num_solvers, lane = threadIdx.x % 32;
-    const Item& item = smem.item;
+// A consumer's life: its 16 rows of the state, through all chunks of an item, item after item.
+__device__ inline void run_recurrence(Shared& smem, const u16* v, float scale, u16* out,
+                                      const States& initial, const States& final, int num_heads) {
     const i64 half_stride = static_cast<i64>(num_heads) * head_dim * (chunk / 2);
-    // Of this lane's rows in v and out.
-    i64 offset = (item.begin * num_heads + item.head) * head_dim + lane / 4 * (half_stride / 8) +
-                 item.part * v_rows + 16 * warp + 4 * (lane % 4);
-
-    // Worked out anew from shared memory and tid for each use: as registers through the loop, these
-    // addresses would spill.
-    const auto state_rows = [&](const void* base, StateKind kind) {
-        const int first_row =
-            smem.item.part * v_rows + 16 * (mov_tid_x() / 32 - num_factor_warps - num_solvers);
-        const i64 matrix = smem.item.sequence * num_heads + smem.item.head;
-        const i64 element = (matrix * head_dim + first_row) * head_dim;
-        return static_cast<const char*>(base) + element * (kind == StateKind::FP32 ? 4 : 2);
-    };
-    float state[k_tiles][4];
-    load_state(state, state_rows(initial_state, initial_kind), initial_kind, lane);
-
-    Rows rows;
-    const auto load_v = [&](int index) {
-        load_rows(rows, v + offset, half_stride, tokens_in_chunk(item.num_tokens, index), lane);
-    };
-    load_v(0);
-    for (int index = 0; index * chunk < item.num_tokens; ++index) {
-        const int num_tokens = tokens_in_chunk(item.num_tokens, index);
-        wait_full(smem.full, index);
-        const auto load_next = [&] {
-            offset += 2 * half_stride;
-            load_v(index + 1);
+    u32 index = 0;
+    for (Items items(smem); items.next();) {
+        const int lane = mov_tid_x() % 32;
+        // Worked out anew for each use: as registers through the loop, these addresses would spill.
+        const auto first_row = [&] {
+            const int warp = mov_tid_x() / 32 - num_factor_warps - num_solvers;
+            return items.item().part * v_rows + 16 * warp;
         };
-        const Rows o =
-            step(state, smem.stage[index % num_stages], rows, num_tokens, lane, load_next);
-        arrive(smem.empty, index);
-        store_rows(out + offset - 2 * half_stride, half_stride, num_tokens, o, lane);
+        const auto rows_of = [&](const States& states) {
+            return states.row(items.item(), num_heads, first_row());
+        };
+        float state[k_tiles][4];
+        load_state(state, rows_of(initial), items.item().is_first ? initial.kind : StateKind::None,
+                   lane);
+
+        // Else the state's registers would be copied, from chunk to chunk, behind each wgmma
+        // (C7514).
+        hold(state);
+
+        // This lane's first row of the chunk, in v and out, and the rows from there to the last.
+        const i64 offset = (items.item().begin * num_heads + items.item().head) * head_dim +
+                           lane / 4 * (half_stride / 8) + first_row() + 4 * (lane % 4);
+        int num_left = items.item().num_tokens - lane / 4;
+        int num_silent = items.item().num_warm_up;  // chunks yet to come without output
+        Rows rows;
+        const u16* v_row = v + offset;
+        load_rows(rows, v_row, half_stride, num_left);
+        // Of an item without tokens the chunk is let pass: the state stays what it is, infinities
+        // too.
+        const u32 end = index + __shfl_sync(~0u, items.item().num_tokens ? items.num_chunks : 0, 0);
+        for (; index < end; ++index) {
+            wait_full(smem.full, index);
+            const auto load_next = [&] {
+                v_row += 2 * half_stride;
+                num_left -= chunk;
+                load_rows(rows, v_row, half_stride, num_left);
+            };
+            const auto store = [&](const Rows& o) {
+                if (--num_silent >= 0) return;
+                store_rows(out + (v_row - v) - 2 * half_stride, half_stride, num_left + chunk, o);
+            };
+            step(state, smem.stage[index % num_stages], rows, scale,
+                 use_wgmma ? lane : static_cast<int>(mov_tid_x() % 32), load_next, store);
+            arrive(smem.empty, index);
+        }
+        if (items.item().num_tokens == 0) {
+            wait_full(smem.full, index);
+            arrive(smem.empty, index++);
+        }
+        if (items.item().is_last) {
+            store_state(state, rows_of(final), final.kind, mov_tid_x() % 32);
+        }
     }
-    store_state(state, const_cast<char*>(state_rows(final_state, final_kind)), final_kind,
-                mov_tid_x() % 32);
 }

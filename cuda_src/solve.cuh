@@ -1,12 +1,15 @@
-// Solvers: inspect a chunk's tokens (tokens.cuh), then make its two [16 x 16] matrices.
+// Solvers: a chunk's numbers per token (tokens.cuh), and its two [16 x 16] matrices.
 //
-//   A_ij = sum_c (k e^G)_i (k e^-G)_j,  i > j        inverse = (I + diag(beta) A)^-1
-//   P_ij = sum_c (q e^G)_i (k e^-G)_j,  i >= j
+//   A_ij = k_norm_i k_norm_j sum_c (k e^G)_i (k e^-G)_j,  i > j
+//   P_ij = q_norm_i k_norm_j sum_c (q e^G)_i (k e^-G)_j,  i >= j
+//   inverse = (I + diag(beta) A)^-1
 // Entries above the diagonal may be huge, inf or NaN: they are selected away, never multiplied.
 #pragma once
 
 #include "chunk.cuh"
+#include "factors.cuh"
 #include "tokens.cuh"
+#include "work.cuh"
 
 // scores[16 x 16] = rows of kq_in (token_group 0: k, 2: q) times k_inverse^T, by one warp.
 __device__ inline void make_scores(float (&scores)[2][4], const Factor<4>& kq_in, int token_group,
@@ -15,20 +18,20 @@ __device__ inline void make_scores(float (&scores)[2][4], const Factor<4>& kq_in
     // The four matrices of an A operand: token groups 0, 1 of channels 0-7, then of channels 8-15.
     const u32 a_address = shared_address(kq_in.core[0][token_group]) + (lane / 8 % 2) * core_bytes +
                           (lane / 16) * a_k_stride + (lane % 8) * 16;
-    const u32 b_address =
-        shared_address(k_inverse.core) + b_lane_offset<core_bytes, b_k_stride>(lane);
+    WarpB<Major::K, core_bytes, b_k_stride> b(shared_address(k_inverse.core), lane);
     float odd[2][4] = {};  // even and odd steps apart: half the chain of latencies
 #pragma unroll 4
     for (int k16 = 0; k16 < head_dim / 16; ++k16) {
         u32 a[4];
         ldmatrix_x4(a, a_address + k16 * 2 * a_k_stride);
-        rs_gemm<Major::K, core_bytes>(k16 % 2 ? odd : scores, a, b_address + k16 * 2 * b_k_stride);
+        rs_gemm(k16 % 2 ? odd : scores, a, b);
+        b.advance(2 * b_k_stride);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) scores[i / 4][i % 4] += odd[i / 4][i % 4];
 }
 
-__device__ inline void solve_p(Stage& stage, int lane) {
+__device__ inline void solve_p(Stage& stage, const SolverScratch& scratch, int lane) {
     float scores[2][4] = {};
     make_scores(scores, stage.kq_in, 2, stage.k_inverse, lane);
     const int row = lane / 4, pair = 2 * (lane % 4);
@@ -37,15 +40,16 @@ __device__ inline void solve_p(Stage& stage, int lane) {
         const int i_group = m / 2, j_group = m % 2;
         const int i = 8 * i_group + row, j = 8 * j_group + pair;
         const float* p = &scores[j_group][2 * i_group];
-        put_core(stage.p.core[i_group][j_group], i >= j ? p[0] : 0.0f, i >= j + 1 ? p[1] : 0.0f,
-                 lane);
+        const float q_norm = scratch.q_norm[i];
+        const float2 k_norm = *reinterpret_cast<const float2*>(&stage.k_norm[j]);
+        put_core(stage.p.core[i_group][j_group], i >= j ? p[0] * (q_norm * k_norm.x) : 0.0f,
+                 i >= j + 1 ? p[1] * (q_norm * k_norm.y) : 0.0f, lane);
     }
 }
 
 // Forward substitution in float32, a lane to a column: x_i = [i = j] - sum_{m < i} lower_im x_m.
 // A series in powers of `lower` cancels on nearly equal keys, to nothing in 16 bits; this does not.
-__device__ inline void solve_inverse(Stage& stage, const Tokens& tokens, float (&lower)[chunk][20],
-                                     int lane) {
+__device__ inline void solve_inverse(Stage& stage, SolverScratch& scratch, int lane) {
     float scores[2][4] = {};
     make_scores(scores, stage.kq_in, 0, stage.k_inverse, lane);
     const int row = lane / 4, pair = 2 * (lane % 4);
@@ -53,9 +57,10 @@ __device__ inline void solve_inverse(Stage& stage, const Tokens& tokens, float (
     for (int m = 0; m < 4; ++m) {
         const int i = 8 * (m / 2) + row, j = 8 * (m % 2) + pair;
         const float* a = &scores[m % 2][m / 2 * 2];
-        const float beta = tokens.beta[i];
-        *reinterpret_cast<float2*>(&lower[i][j]) =
-            make_float2(i > j ? beta * a[0] : 0.0f, i > j + 1 ? beta * a[1] : 0.0f);
+        const float beta_norm = stage.beta_norm[i] * lift;
+        const float2 norm = *reinterpret_cast<const float2*>(&stage.k_norm[j]);
+        *reinterpret_cast<float2*>(&scratch.lower[i][j]) = make_float2(
+            i > j ? beta_norm * norm.x * a[0] : 0.0f, i > j + 1 ? beta_norm * norm.y * a[1] : 0.0f);
     }
     __syncwarp();
 
@@ -66,7 +71,7 @@ __device__ inline void solve_inverse(Stage& stage, const Tokens& tokens, float (
         float4 sums = make_float4(i == column ? 1.0f : 0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
         for (int m = 0; m < i; m += 4) {
-            const float4 l = *reinterpret_cast<const float4*>(&lower[i][m]);
+            const float4 l = *reinterpret_cast<const float4*>(&scratch.lower[i][m]);
             sums.x = fmaf(-l.x, x[m], sums.x);
             if (m + 1 < i) sums.y = fmaf(-l.y, x[m + 1], sums.y);
             if (m + 2 < i) sums.z = fmaf(-l.z, x[m + 2], sums.z);
@@ -84,36 +89,96 @@ __device__ inline void solve_inverse(Stage& stage, const Tokens& tokens, float (
     }
 }
 
-// A solver's life: every num_solvers-th chunk, whose tokens it inspects that many chunks ahead.
-__device__ inline void run_solver(Shared& smem, const u16* beta, int num_heads) {
-    const int solver = threadIdx.x / 32 - num_factor_warps, lane = threadIdx.x % 32;
-    const int num_tokens = smem.item.num_tokens;
-    const int num_chunks = (num_tokens + chunk - 1) / chunk;
-    beta += smem.item.begin * num_heads + smem.item.head;
+// What a chunk needs that is not ordinary: rows rescaled, and factors as if it ended before its
+// first token that is not finite. Returns the tokens before that one; changes the norms.
+__device__ inline int make_again(RawChunk& raw, Stage& stage, float2& k_norm, float2& q_norm,
+                                 float2 k_sums, float2 q_sums, float beta, int num_live,
+                                 const float* A_log, const float* dt_bias, float lower_bound,
+                                 int head) {
+    // Read anew, or what only this needs would be worked out in the solver's loop.
+    const int lane = mov_tid_x() % 32;
+    k_norm = rescale(raw.k, k_sums, lowest_k_sum, lane);
+    q_norm = rescale(raw.q, q_sums, lowest_q_sum, lane);
+    const bool bad = !(from_diagonal(k_norm, lane) > 0.0f) || beta != beta;
+    const u32 ballot = __ballot_sync(~0u, bad && lane < chunk);
+    const int num_finite = min(ballot ? __ffs(ballot) - 1 : chunk, first_nan_token(raw.g, lane));
+    for (int warp = 0; warp < num_factor_warps; ++warp) {
+        const Gate gate = warp_gate(A_log, dt_bias, lower_bound, head, warp, lane);
+        make_factors(raw, gate, min(num_live, num_finite), stage, warp, lane);
+    }
+    __syncwarp();
+    return num_finite;
+}
 
-    const auto load_beta = [&](int index) {
-        const bool live = lane < tokens_in_chunk(num_tokens, index);
-        return live ? beta[static_cast<i64>(index * chunk + lane) * num_heads] : u16{0};
-    };
-    const auto inspect = [&](int index, u16 beta_logit) {
-        if (index >= num_chunks) return;
-        RawChunk& raw = smem.raw[index % num_raw];
-        Tokens& tokens = smem.tokens[index % num_tokens_slots];
-        wait_full(smem.raw_full, index);
-        const int finite_k = inspect_k_beta(raw, tokens, beta_logit, lane);
-        const int finite_g = inspect_q_g(raw, tokens, lane);
-        if (lane == 0) tokens.num_finite = min(finite_k, finite_g);
-        arrive(smem.tokens_full, index);
-    };
-    inspect(solver, load_beta(solver));
-    for (int index = solver; index < num_chunks; index += num_solvers) {
-        Stage& stage = smem.stage[index % num_stages];
-        const u16 beta_logit = load_beta(index + num_solvers);
-        wait_full(smem.factors_full, index);
-        solve_inverse(stage, smem.tokens[index % num_tokens_slots], smem.lower[solver], lane);
-        solve_p(stage, lane);
-        arrive(smem.full, index);
-        arrive(smem.empty, index);
-        inspect(index + num_solvers, beta_logit);
+// One chunk of one head.
+__device__ inline void solve(Shared& smem, const RawCursor& cursor, u32 index, int num_live,
+                             u16 beta_logit, const float* A_log, const float* dt_bias,
+                             float lower_bound, int head) {
+    // Read anew: what hangs on it alone would be kept in registers from chunk to chunk, and spill.
+    const int lane = mov_tid_x() % 32;
+    RawChunk& raw = smem.raw[cursor.slot];
+    Stage& stage = smem.stage[index % num_stages];
+    SolverScratch& scratch = smem.scratch[index % num_solvers];
+    wait(smem.raw_full[cursor.slot], cursor.parity);
+    const float2 k_sums = sums_of_squares(raw.k, lane);
+    const float2 q_sums = sums_of_squares(raw.q, lane);
+    // A sum of zero is that of a row of zeros, or make_again is to come.
+    float2 k_norm = {k_sums.x > 0.0f ? norm(k_sums.x, 1e-6f) : 0.0f,
+                     k_sums.y > 0.0f ? norm(k_sums.y, 1e-6f) : 0.0f};
+    float2 q_norm = {norm(q_sums.x, 1e-6f), norm(q_sums.y, 1e-6f)};
+    const float beta = fmaf(0.5f, tanh_approx(0.5f * bf16_low(beta_logit)), 0.5f);
+
+    wait_full(smem.factors_full, index);
+    // A NaN in g is one in its channel's G_last.
+    const float4 decay = stage.decay[lane / 4][lane % 4];
+    const bool finite = decay.x + decay.y + decay.z + decay.w < 1e3f && beta == beta;
+    int num_finite = chunk;
+    if (!all_ordinary(raw.k, k_sums, lowest_k_sum, lane) ||
+        !all_ordinary(raw.q, q_sums, lowest_q_sum, lane) || !__all_sync(~0u, finite)) {
+        num_finite = make_again(raw, stage, k_norm, q_norm, k_sums, q_sums, beta, num_live, A_log,
+                                dt_bias, lower_bound, head);
+    }
+    const float k_norm_t = from_diagonal(k_norm, lane), q_norm_t = from_diagonal(q_norm, lane);
+    if (lane < chunk) {
+        const float nan = __int_as_float(0x7fffffff);
+        scratch.q_norm[lane] = q_norm_t;
+        stage.k_norm[lane] = k_norm_t;
+        stage.beta[lane] = beta;
+        stage.beta_norm[lane] = lane < num_finite ? beta * k_norm_t * (1.0f / lift) : nan;
+        stage.q_norm[lane] = q_norm_t * (1.0f / lift);
+    }
+    __syncwarp();
+    solve_inverse(stage, scratch, lane);
+    solve_p(stage, scratch, lane);
+    publish();
+    arrive(smem.full, index);
+}
+
+// A solver's life: every num_solvers-th of the block's chunks.
+__device__ inline void run_solver(Shared& smem, const u16* beta, const float* A_log,
+                                  const float* dt_bias, float lower_bound, int num_heads) {
+    const int solver = threadIdx.x / 32 - num_factor_warps, lane = threadIdx.x % 32;
+    u32 index = solver;  // of the solver's next chunk
+    RawCursor cursor = {solver, 0};
+    u32 first_index = 0;  // of the item's chunks
+    for (Items items(smem); items.next();) {
+        const int num_tokens = items.item().num_tokens, head = items.item().head;
+        const u32 end = first_index + items.num_chunks;
+        const u16* item_beta = beta + items.item().begin * num_heads + head;
+        const auto load_beta = [&](u32 of_index) {
+            const int token = static_cast<int>(of_index - first_index) * chunk + lane;
+            const bool live = lane < chunk && token < num_tokens;
+            return live ? item_beta[static_cast<i64>(token) * num_heads] : u16{0};
+        };
+        u16 beta_logit = load_beta(index);
+        for (; index < end; index += num_solvers) {
+            const u16 beta_now = beta_logit;
+            // Not converted yet: that would wait for its load.
+            beta_logit = load_beta(index + num_solvers);
+            const int num_live = tokens_in_chunk(num_tokens, index - first_index);
+            solve(smem, cursor, index, num_live, beta_now, A_log, dt_bias, lower_bound, head);
+            cursor.advance(num_solvers);
+        }
+        first_index = end;
     }
 }

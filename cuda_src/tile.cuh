@@ -17,6 +17,16 @@
 #include "ptx.cuh"
 
 constexpr int core_bytes = 128;
+constexpr bool use_wgmma = WGMMA;
+
+template <bool condition, typename Then, typename Else>
+struct Select {
+    using type = Then;
+};
+template <typename Then, typename Else>
+struct Select<false, Then, Else> {
+    using type = Else;
+};
 
 __device__ inline float bf16_low(u32 packed) { return __uint_as_float(packed << 16); }
 __device__ inline float bf16_high(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
@@ -37,27 +47,77 @@ __device__ inline void put_core(u16 (&core)[64], float x0, float x1, int lane) {
 // How a B operand [16 (k) x 8n] lies in core matrices: rows of n (k contiguous) or rows of k.
 enum class Major { K, N };
 
-// Where this lane points ldmatrix.x4 so that it returns two B operands, n-tiles 0 and 1.
-template <int n_stride, int k_stride>
-__device__ inline u32 b_lane_offset(int lane) {
-    return (lane / 16) * n_stride + (lane / 8 % 2) * k_stride + (lane % 8) * 16;
-}
+// A B operand in shared memory: core matrices that are n_stride bytes apart along n, k_stride along
+// k. For mma.sync `at` is where this lane points ldmatrix.x4 so that it returns n-tiles 0 and 1.
+template <Major major, int n_stride, int k_stride>
+struct WarpB {
+    u32 at;
 
-// acc[16 x 8n] += a[16 x 16] b[16 x 8n]: A in registers, B in shared memory as core matrices that
-// are n_stride bytes apart along n. b_address = tile address + b_lane_offset. The only matrix
-// product with a register operand: a wgmma form would replace this body alone.
-template <Major major, int n_stride, int n_tiles>
-__device__ inline void rs_gemm(float (&acc)[n_tiles][4], const u32 (&a)[4], u32 b_address) {
+    __device__ WarpB(u32 tile, int lane)
+        : at(tile + (lane / 16) * n_stride + (lane / 8 % 2) * k_stride + (lane % 8) * 16) {}
+    __device__ void advance(int bytes) { at += bytes; }
+};
+
+// acc[16 x 8n] += a[16 x 16] b[16 x 8n] by a warp, A in registers.
+template <Major major, int n_stride, int k_stride, int n_tiles>
+__device__ inline void rs_gemm(float (&acc)[n_tiles][4], const u32 (&a)[4],
+                               const WarpB<major, n_stride, k_stride>& b_tile) {
     static_assert(n_tiles % 2 == 0, "ldmatrix.x4 loads two n-tiles");
 #pragma unroll
     for (int n = 0; n < n_tiles; n += 2) {
         u32 b[4];
         if constexpr (major == Major::K) {
-            ldmatrix_x4(b, b_address + n * n_stride);
+            ldmatrix_x4(b, b_tile.at + n * n_stride);
         } else {
-            ldmatrix_x4_trans(b, b_address + n * n_stride);
+            ldmatrix_x4_trans(b, b_tile.at + n * n_stride);
         }
         mma_m16n8k16_bf16(acc[n], a, b[0], b[1]);
         mma_m16n8k16_bf16(acc[n + 1], a, b[2], b[3]);
+    }
+}
+
+// The same operand for wgmma: `at` is the lower word of its descriptor; the upper is a constant.
+template <Major major, int n_stride, int k_stride>
+struct GroupB {
+    u32 at;
+
+    __device__ GroupB(u32 tile, int) : at(tile >> 4 | static_cast<u32>(k_stride >> 4) << 16) {}
+    __device__ void advance(int bytes) { at += bytes >> 4; }
+};
+
+// acc[64 x 8n] += a[64 x 16] b[16 x 8n] by four warps that own 16 rows each, in the layout of the
+// warp's product. Asynchronous: between gemm_begin and gemm_wait acc and a are not to be touched.
+template <Major major, int n_stride, int k_stride, int n_tiles>
+__device__ inline void rs_gemm(float (&acc)[n_tiles][4], const u32 (&a)[4],
+                               const GroupB<major, n_stride, k_stride>& b_tile) {
+    constexpr u64 high = static_cast<u64>(n_stride >> 4) << 32;
+    wgmma_m64k16_bf16<major == Major::N>(acc, a, high | b_tile.at);
+}
+
+// Which of the two the consumers use.
+template <Major major, int n_stride, int k_stride>
+using ConsumerB = typename Select<use_wgmma, GroupB<major, n_stride, k_stride>,
+                                  WarpB<major, n_stride, k_stride>>::type;
+
+__device__ inline void gemm_begin() {
+    if constexpr (use_wgmma) wgmma_fence();
+}
+
+__device__ inline void gemm_commit() {
+    if constexpr (use_wgmma) wgmma_commit_group();
+}
+
+template <int pending>
+__device__ inline void gemm_wait() {
+    if constexpr (use_wgmma) wgmma_wait_group<pending>();
+}
+
+// A place in the program that these values do not cross. Behind a gemm_wait, for the accumulators
+// that it is about, which the compiler does not know of; before one, for work that hides it.
+template <int n_tiles>
+__device__ inline void hold(float (&acc)[n_tiles][4]) {
+    if constexpr (use_wgmma) {
+#pragma unroll
+        for (int i = 0; i < 4 * n_tiles; ++i) keep_in_order(acc[i / 4][i % 4]);
     }
 }

@@ -18,9 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from cukda.plan import Gpu
+
 Defines = tuple[tuple[str, int], ...]
 
 OLDEST_ARCH = 80
+# Older ones take no second -arch, and CuPy always gives one.
+_OLDEST_NVRTC_FOR_WGMMA = (12, 9)
 
 
 class Variant(NamedTuple):
@@ -155,9 +159,9 @@ def compile(source: str, defines: Defines, arch: str) -> Compiled:
     return Compiled(cubin, log, _parse_resources(log))
 
 
-def device_limits() -> tuple[int, int]:
-    """(multiprocessors, most shared bytes a block may ask for) of the current device."""
-    return _device_limits(_current_device())
+def gpu() -> Gpu:
+    """The current device, as plans see it. Without wgmma where CUKDA_WGMMA=0 is set."""
+    return _gpu(_current_device())
 
 
 def source_dir() -> Path:
@@ -248,11 +252,18 @@ def _current_device() -> int:
 
 
 @functools.cache
-def _device_limits(device: int) -> tuple[int, int]:
-    runtime = import_cupy().cuda.runtime
-    return (
+def _gpu(device: int) -> Gpu:
+    cuda = import_cupy().cuda
+    runtime = cuda.runtime
+    has_wgmma = (
+        cuda.Device(device).compute_capability == "90"
+        and os.environ.get("CUKDA_WGMMA") != "0"
+        and _nvrtc().getVersion() >= _OLDEST_NVRTC_FOR_WGMMA
+    )
+    return Gpu(
         runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device),
         runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+        has_wgmma,
     )
 
 
@@ -265,10 +276,14 @@ def _load(source: str, entry: str, defines: Defines):
             f"cukda: expected a GPU of compute capability {OLDEST_ARCH / 10} or newer (Ampere), "
             f"got {int(capability) / 10}"
         )
-    arch = f"sm_{capability}"
+    arch, options = f"sm_{capability}", _options(defines)
+    if dict(defines).get("WGMMA"):
+        # All that Hopper has. Beside CuPy's own -arch=sm_90 it is the one that counts.
+        arch = f"{arch}a"
+        options = (*options, f"-arch={arch}")
     try:
         try:
-            module = cupy.RawModule(code=_code(source), options=_options(defines))
+            module = cupy.RawModule(code=_code(source), options=options)
             return module.get_function(entry).kernel
         except OSError:
             # The cache folder went away, filled up or became read-only since CuPy was imported.

@@ -11,12 +11,12 @@ _FP32 = ("float32",)
 _STATES = ("bfloat16", "float32")
 _BOUNDS = ("int32", "int64")
 # The kernel's parameters: pointers (P), floats, ints (i) and T (q), in its order.
-_PARAMETERS = struct.Struct("@PPPPP f PPP f Pi Pi Pi q i")
+_PARAMETERS = struct.Struct("@PPPPP f PPP f Pi Pi Pii q i i I")
 # The kernel's StateKind.
 _STATE_KINDS = {None: 0, "bfloat16": 1, "float32": 2}
 _BOUND_BYTES = {None: 0, "int32": 4, "int64": 8}
 _MAX_FLOAT32 = 3.4028234663852886e38
-# A grid has no more blocks, and each state of a head takes one.
+# The kernel counts its work in 32 bits, and each state of a head is a piece of it.
 _MAX_STATES = 2**31 - 1
 # The kernel moves rows of 128 in pieces of up to 16 bytes.
 _ROW_ALIGNMENT = 16
@@ -236,7 +236,12 @@ def _launch(call: _Call, stream) -> None:
     used = [array for array in candidates if array is not None]
     _, num_tokens, num_heads, _ = call.q.shape
     with arrays.launch_on(used, stream) as stream_pointer:
-        launch = plan.plan(call.num_sequences, num_heads, *jit.device_limits())
+        packed = call.cu_seqlens is not None
+        in_place = call.final_state is not None and (
+            _pointer(call.final_state) == _pointer(call.initial_state)
+        )
+        shape = plan.Shape(call.num_sequences, num_tokens, num_heads, packed, in_place)
+        launch = plan.plan(shape, jit.gpu())
         variant = launch.variant
         kernel = jit.kernel(variant.source, variant.entry, variant.defines, launch.shared_bytes)
         kernel(
@@ -261,8 +266,11 @@ def _launch(call: _Call, stream) -> None:
             _STATE_KINDS[_dtype(call.final_state)],
             _pointer(call.cu_seqlens),
             _BOUND_BYTES[_dtype(call.cu_seqlens)],
+            call.num_sequences,
             num_tokens,
             num_heads,
+            launch.segment,
+            launch.num_slots,
         )
 
 

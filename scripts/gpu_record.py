@@ -137,7 +137,7 @@ def run_tests() -> dict:
         command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}"]
         if importlib.util.find_spec("xdist"):
             # Most of the time is the host's.
-            command += ["-n", "8"]
+            command += ["-n", "12"]
         status = subprocess.run(command, cwd=ROOT, env=environment).returncode
         # 1 is "some tests failed"; whatever is above has not run them all.
         if status not in (0, 1) or not report.exists():

@@ -1,5 +1,7 @@
 """Registers, spills, stack, shared memory and compile time of every kernel; needs no GPU.
 
+Variants with wgmma have a row for sm_90a alone, which is what they can be compiled for.
+
 python scripts/resources.py [--arch sm_90a ...]
 """
 
@@ -19,7 +21,10 @@ def main() -> None:
 
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     for variant in (*plan.variants(), *sigmoid_ext.VARIANTS):
+        needs_hopper = dict(variant.defines).get("WGMMA")
         for arch in architectures:
+            if needs_hopper and arch != "sm_90a":
+                continue
             start = time.perf_counter()
             compiled = jit.compile(variant.source, variant.defines, arch)
             seconds = time.perf_counter() - start

@@ -2,8 +2,8 @@
 
     python scripts/sanitize.py [--tool TOOL ...]
 
-Prints a row a run; exit status 1 when a run is not clean, or did not run. Needs a GPU, CuPy and
-compute-sanitizer (of the CUDA toolkit) on the PATH.
+Prints a row a run, also where the GPU cannot run the variant; exit status 1 when a run is not
+clean, or did not run. Needs a GPU, CuPy and compute-sanitizer (of the CUDA toolkit) on the PATH.
 """
 
 import argparse
@@ -16,26 +16,56 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from cukda import plan  # noqa: E402
+import inputs  # noqa: E402
+
+from cukda import jit, plan  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
-# Several chunks, an empty sequence, tails; enough for every slot of every ring to come round.
-SEQ_LENS, HEADS = (40, 0, 150), 2
+# Tokens from one place where a sequence may be cut to the next: it is not, or as often as can be.
+SEGMENTS = (0, 64)
+# Several chunks, an empty sequence, tails, several cuts; with one block for all of it, enough for
+# every slot of every ring to come round.
+SEQ_LENS, HEADS, SLOW_HEAD, NUM_SMS = (40, 0, 250), 3, 2, 1
+LEFT_OUT = "left out"
 LIMIT_SECONDS = 300
 # Each holds a CUDA context and a sanitizer's shadow memory; the time is the host's.
 NUM_AT_ONCE = 4
 
 
-def variants() -> list[str]:
-    """What a run may be of: the kernel's variants, and the sigmoid with all of its own."""
-    return [*(str(variant) for variant in plan.variants()), "sigmoid"]
+def kernels() -> dict[str, tuple[plan.Variant, int]]:
+    """The kernel's variants by name, each with whole sequences and with cut ones."""
+    return {
+        f"{variant} segment={segment}": (variant, segment)
+        for variant in plan.variants()
+        for segment in SEGMENTS
+    }
+
+
+def names() -> list[str]:
+    """What a run may be of: the kernels, and the sigmoid with all of its variants."""
+    return [*kernels(), "sigmoid"]
+
+
+def problem() -> dict:
+    """A call's inputs. One head's gate is too slow for its sequences to be cut."""
+    case = inputs.make(SEQ_LENS, HEADS)
+    case["dt_bias"][SLOW_HEAD] = -9
+    return case
+
+
+def why_not(variant: plan.Variant, gpu: plan.Gpu) -> str | None:
+    """What the GPU lacks for a variant, or None."""
+    if variant.wgmma and not gpu.has_wgmma:
+        return "no wgmma"
+    if variant.shared_bytes > gpu.max_shared_bytes:
+        return f"a block has no more than {gpu.max_shared_bytes} shared bytes"
+    return None
 
 
 def compute(name: str) -> None:
     """The work under the sanitizer: one call, whatever the plan would choose."""
     import cupy
     import hardware
-    import inputs
     import numpy as np
 
     import cukda
@@ -49,14 +79,23 @@ def compute(name: str) -> None:
                 cukda.sigmoid(given, out)
                 cukda.sigmoid_ext.sigmoid_tanh_fp32(given)
     else:
-        (variant,) = (v for v in plan.variants() if str(v) == name)
-        plan.variants = lambda: (variant,)
-        hardware.run(inputs.make(SEQ_LENS, HEADS))
+        variant, segment = kernels()[name]
+        gpu = jit.gpu()
+        if reason := why_not(variant, gpu):
+            print(f"{LEFT_OUT}: {reason}")
+        else:
+            jit.gpu = lambda: gpu._replace(num_sms=NUM_SMS)
+            plan.variants = lambda: (variant,)
+            plan._segments = lambda *choice: iter((segment,))
+            hardware.run(problem())
     cupy.cuda.runtime.deviceSynchronize()
 
 
 def verdict(returncode: int, output: str) -> str:
-    """The sanitizer's summary line; or why there is none."""
+    """The sanitizer's summary line; or why there is none, or nothing that it could be of."""
+    left_out = re.search(rf"^{LEFT_OUT}: .*$", output, re.MULTILINE)
+    if left_out and not returncode:
+        return left_out[0]
     summaries = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", output, re.MULTILINE)
     if returncode or not summaries:
         lines = output.strip().splitlines()
@@ -66,7 +105,8 @@ def verdict(returncode: int, output: str) -> str:
 
 
 def is_clean(line: str) -> bool:
-    return bool(re.fullmatch(r"(ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards .*)", line))
+    clean = rf"({LEFT_OUT}: .*|ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards .*)"
+    return bool(re.fullmatch(clean, line))
 
 
 def run(tool: str, name: str) -> str:
@@ -88,17 +128,17 @@ def run(tool: str, name: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", action="append", choices=TOOLS, help="only this")
-    parser.add_argument("--compute", choices=variants(), help=argparse.SUPPRESS)
+    parser.add_argument("--compute", choices=names(), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.compute:
         compute(options.compute)
         return 0
 
-    runs = [(tool, name) for tool in options.tool or TOOLS for name in variants()]
+    runs = [(tool, name) for tool in options.tool or TOOLS for name in names()]
     with concurrent.futures.ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         lines = list(pool.map(lambda each: run(*each), runs))
     for (tool, name), line in zip(runs, lines, strict=True):
-        print(f"{tool:10} {name:40} {line}")
+        print(f"{tool:10} {name:57} {line}")
     return 0 if all(map(is_clean, lines)) else 1
 
 

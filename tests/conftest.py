@@ -73,16 +73,44 @@ def torch():
     return torch
 
 
-@pytest.fixture(params=plan.variants(), ids=str)
+# Every variant with whole sequences; and, of those that a large GPU uses, with sequences cut as
+# often as they can be.
+KERNELS = [(variant, 0) for variant in plan.variants()]
+KERNELS += [(variant, 64) for variant in plan.variants() if variant.num_stages == 4]
+
+
+@pytest.fixture(params=KERNELS, ids=lambda kernel: f"{kernel[0]}-{kernel[1]}")
 def variant(request, monkeypatch, cupy):
     """The test runs once for each variant of the kernel, whatever the plan would choose."""
-    _, max_shared_bytes = jit.device_limits()
-    if request.param.shared_bytes > max_shared_bytes:
-        pytest.skip(f"a block of this GPU has no more than {max_shared_bytes} shared bytes")
-    monkeypatch.setattr(plan, "variants", lambda: (request.param,))
-    plan.plan.cache_clear()
-    yield request.param
-    plan.plan.cache_clear()
+    gpu = jit.gpu()
+    found, segment = request.param
+    if found.shared_bytes > gpu.max_shared_bytes:
+        pytest.skip(f"a block of this GPU has no more than {gpu.max_shared_bytes} shared bytes")
+    if found.wgmma and not gpu.has_wgmma:
+        pytest.skip("this GPU has no wgmma")
+    monkeypatch.setattr(plan, "variants", lambda: (found,))
+    monkeypatch.setattr(plan, "_segments", lambda *choice: iter((segment,)))
+    plan._choice.cache_clear()
+    yield found
+    plan._choice.cache_clear()
+
+
+@pytest.fixture
+def cut_every(monkeypatch, cupy):
+    """A function that makes plans cut sequences every so many tokens; 0 leaves them whole. All
+    with one variant, so that cuts are what makes a difference.
+    """
+    gpu = jit.gpu()
+    usable = [v for v in plan.variants() if v.wgmma == gpu.has_wgmma and v.v_rows == 128]
+    found = next(v for v in usable if v.shared_bytes <= gpu.max_shared_bytes)
+    monkeypatch.setattr(plan, "variants", lambda: (found,))
+
+    def cut(segment):
+        monkeypatch.setattr(plan, "_segments", lambda *choice: iter((segment,)))
+        plan._choice.cache_clear()
+
+    yield cut
+    plan._choice.cache_clear()
 
 
 @pytest.fixture

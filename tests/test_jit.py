@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cukda import jit
+from cukda import jit, plan
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGMOID = (
@@ -246,12 +246,15 @@ class FakeCuPy:
         )
         runtime = types.SimpleNamespace(
             CUDARuntimeError=CUDARuntimeError,
+            cudaDevAttrMultiProcessorCount=16,
+            cudaDevAttrMaxSharedMemoryPerBlockOptin=97,
+            deviceGetAttribute=lambda attribute, _device: {16: 132, 97: 232_448}[attribute],
             getDevice=lambda: self.device,
             driverGetVersion=lambda: 12040,
         )
         nvrtc = types.SimpleNamespace(NVRTCError=NVRTCError, getVersion=lambda: (12, 9))
         self.cuda = types.SimpleNamespace(
-            Device=lambda: types.SimpleNamespace(compute_capability=self.capability),
+            Device=lambda _device=None: types.SimpleNamespace(compute_capability=self.capability),
             compiler=types.SimpleNamespace(CompileException=CompileException),
             driver=driver,
             function=function,
@@ -283,11 +286,98 @@ class FakeCuPy:
 
 
 @pytest.fixture
-def fake(monkeypatch) -> FakeCuPy:
+def fake(monkeypatch):
     fake = FakeCuPy()
     monkeypatch.setattr(jit, "import_cupy", lambda: fake)
     monkeypatch.setattr(jit, "_kernels", {})
-    return fake
+    monkeypatch.delenv("CUKDA_WGMMA", raising=False)
+    jit._gpu.cache_clear()
+    yield fake
+    jit._gpu.cache_clear()
+
+
+@pytest.mark.parametrize("switch", [None, "", "0", "1"])
+@pytest.mark.parametrize("capability", ["80", "89", "90", "100", "120"])
+def test_gpu(fake, monkeypatch, capability, switch):
+    """Hopper alone has wgmma, unless that is switched off."""
+    fake.capability = capability
+    if switch is not None:
+        monkeypatch.setenv("CUKDA_WGMMA", switch)
+    assert jit.gpu() == plan.Gpu(132, 232_448, has_wgmma=capability == "90" and switch != "0")
+
+
+@pytest.mark.parametrize(
+    ("version", "has_wgmma"),
+    [((11, 8), False), ((12, 8), False), ((12, 9), True), ((13, 0), True), ((13, 1), True)],
+)
+def test_wgmma_needs_an_nvrtc_that_takes_two_archs(fake, version, has_wgmma):
+    fake.cuda.nvrtc.getVersion = lambda: version
+    assert jit.gpu() == plan.Gpu(132, 232_448, has_wgmma)
+
+
+def test_only_wgmma_needs_nvrtc_to_be_known(fake, monkeypatch):
+    def fail():
+        raise RuntimeError("cannot open libnvrtc.so.12")
+
+    fake.cuda.nvrtc.getVersion = fail
+    with pytest.raises(RuntimeError, match=r"NVRTC for CUDA 12.*cukda\[cuda12\]"):
+        jit.gpu()
+    monkeypatch.setenv("CUKDA_WGMMA", "0")
+    assert not jit.gpu().has_wgmma
+    jit._gpu.cache_clear()
+    monkeypatch.delenv("CUKDA_WGMMA")
+    fake.capability = "80"
+    assert not jit.gpu().has_wgmma
+
+
+def test_gpu_is_asked_once_for_each_device(fake):
+    assert jit.gpu().has_wgmma
+    fake.device, fake.capability = 1, "80"
+    assert not jit.gpu().has_wgmma
+    fake.device = 0
+    assert jit.gpu().has_wgmma
+
+
+def archs_of(module) -> list[str]:
+    """The architectures among a RawModule's options."""
+    names = "-arch", "--gpu-architecture", "-gencode", "--generate-code"
+    return [option for option in module["options"] if option.startswith(names)]
+
+
+@pytest.mark.parametrize("defines", [(), (("WGMMA", 0),), SIGMOID])
+@pytest.mark.parametrize("capability", ["80", "89", "90", "100", "120"])
+def test_raw_module_has_no_arch_but_cupys_own(fake, capability, defines):
+    fake.capability = capability
+    jit.kernel("a.cu", "entry", defines)
+    assert archs_of(fake.modules[0]) == []
+
+
+@pytest.mark.parametrize("variant", plan.variants(), ids=str)
+def test_raw_module_is_for_all_that_hopper_has_where_wgmma_is(fake, variant):
+    jit.kernel(variant.source, variant.entry, variant.defines)
+    (module,) = fake.modules
+    assert archs_of(module) == (["-arch=sm_90a"] if variant.wgmma else [])
+    if variant.wgmma:
+        assert module["options"][-1] == "-arch=sm_90a"
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "compute_90"])
+def test_an_arch_after_the_one_with_wgmma_takes_nothing_away(arch):
+    """CuPy appends one of its own to the options that it is given."""
+    nvrtc = jit.import_cupy().cuda.nvrtc
+    if nvrtc.getVersion() < jit._OLDEST_NVRTC_FOR_WGMMA:
+        pytest.skip(f"NVRTC {jit.nvrtc_version()} takes no second -arch")
+    code = """
+        #ifndef __CUDA_ARCH_FEAT_SM90_ALL
+        #error no wgmma
+        #endif
+        extern "C" __global__ void entry() { asm volatile("wgmma.fence.sync.aligned;"); }
+    """
+    program = nvrtc.createProgram(code, "cukda", (), ())
+    nvrtc.compileProgram(program, ("-arch=sm_90a", f"-arch={arch}"))
+    ptx = nvrtc.getPTX(program)
+    nvrtc.destroyProgram(program)
+    assert b".target sm_90a" in ptx
 
 
 def test_raw_module_gets_the_digest_and_the_defines(fake, sources):
@@ -345,7 +435,17 @@ def test_an_empty_grid_launches_nothing(fake):
 
 
 @pytest.mark.parametrize("error", [PermissionError, FileNotFoundError, OSError])
-def test_a_failing_disk_cache_is_gone_round(fake, monkeypatch, error):
+@pytest.mark.parametrize(
+    ("capability", "defines", "arch"),
+    [
+        ("80", (("X", 1),), "sm_80"),
+        ("90", (("X", 1),), "sm_90"),
+        ("90", (("WGMMA", 0),), "sm_90"),
+        ("90", (("WGMMA", 1),), "sm_90a"),
+    ],
+)
+def test_a_failing_disk_cache_is_gone_round(fake, monkeypatch, error, capability, defines, arch):
+    fake.capability = capability
     fake.fail_with = error("the cache folder is read-only")
     compiled = []
 
@@ -354,8 +454,8 @@ def test_a_failing_disk_cache_is_gone_round(fake, monkeypatch, error):
         return jit.Compiled(b"binary", "", {})
 
     monkeypatch.setattr(jit, "compile", compile)
-    kernel = jit.kernel("a.cu", "entry", (("X", 1),))
-    assert compiled == [("a.cu", (("X", 1),), "sm_90")]
+    kernel = jit.kernel("a.cu", "entry", defines)
+    assert compiled == [("a.cu", defines, arch)]
     assert fake.loaded == [b"binary"]
     kernel(1, 32, 0, 0, struct.Struct(""))
     assert len(fake.launches) == 1
@@ -374,9 +474,10 @@ def test_a_mismatch_names_all_who_take_part(fake, error):
     fake.fail_with = error
     versions = r"driver for CUDA 12\.4, CuPy 14\.0\.0 for CUDA 12, NVRTC 12\.9"
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=rf"a\.cu .*sm_90.*{versions}.*log") as raised:
-            jit.kernel("a.cu", "entry")
-        assert raised.value.__cause__ is error
+        for wgmma, arch in (0, "sm_90"), (1, "sm_90a"):
+            with pytest.raises(RuntimeError, match=rf"a\.cu .*{arch}\b.*{versions}.*log") as raised:
+                jit.kernel("a.cu", "entry", (("WGMMA", wgmma),))
+            assert raised.value.__cause__ is error
     fake.fail_with = None
     jit.kernel("a.cu", "entry")
 

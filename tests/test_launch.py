@@ -16,7 +16,7 @@ from test_jit import FakeCuPy
 import cukda
 from cukda import arrays, jit, kda, plan, sigmoid_ext
 
-H200 = (132, 227 * 1024)
+H200 = plan.Gpu(132, 227 * 1024, has_wgmma=True)
 STREAM = 0x5EED
 N, T, H, D = 3, 5, 4, 128
 
@@ -73,15 +73,26 @@ def parameters_in(layout: struct.Struct) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+WGMMA = next(variant for variant in plan.variants() if variant.wgmma)
+LARGEST = next(variant for variant in plan.variants() if not variant.wgmma)
+SMALLEST = plan.variants()[-1]
+
+
 @pytest.mark.parametrize(
-    ("variant", "layout"),
+    ("variant", "layout", "arch"),
     [
-        (plan.variants()[0], kda._PARAMETERS),
-        (plan.variants()[-1], kda._PARAMETERS),
-        (sigmoid_ext.VARIANTS[0], sigmoid_ext._PARAMETERS),
+        pytest.param(WGMMA, kda._PARAMETERS, "sm_90a", id="kda, wgmma-sm_90a"),
+        pytest.param(LARGEST, kda._PARAMETERS, "sm_90a", id="kda-sm_90a"),
+        pytest.param(LARGEST, kda._PARAMETERS, "sm_80", id="kda-sm_80"),
+        pytest.param(SMALLEST, kda._PARAMETERS, "sm_90a", id="kda, smallest-sm_90a"),
+        pytest.param(SMALLEST, kda._PARAMETERS, "sm_80", id="kda, smallest-sm_80"),
+        *(
+            pytest.param(
+                sigmoid_ext.VARIANTS[0], sigmoid_ext._PARAMETERS, arch, id=f"sigmoid-{arch}"
+            )
+            for arch in ("sm_90a", "sm_80")
+        ),
     ],
-    ids=["kda", "kda, smallest", "sigmoid"],
 )
 def test_layout_is_that_of_the_binary(variant, layout, arch):
     compiled = jit.compile(variant.source, variant.defines, arch)
@@ -111,7 +122,7 @@ def fake(monkeypatch):
     fake.cuda.get_current_stream = lambda device: types.SimpleNamespace(ptr=STREAM)
     monkeypatch.setattr(jit, "import_cupy", lambda: fake)
     monkeypatch.setattr(jit, "_kernels", {})
-    monkeypatch.setattr(jit, "device_limits", lambda: H200)
+    monkeypatch.setattr(jit, "gpu", lambda: H200)
     monkeypatch.setattr(arrays, "import_cupy", lambda: fake)
     monkeypatch.setattr(arrays, "view", lambda name, array, stream=None: array)
     return fake
@@ -123,11 +134,13 @@ def on_gpu(name, pointer, shape, dtype):
     return arrays.Array(name, pointer, shape, strides, dtype, 0, "cupy", True, None)
 
 
-def arguments(**dtypes):
+def arguments(num_tokens=T, **dtypes):
     """A right call; dtypes by array, None for one that is not given."""
     call = {"scale": 0.25, "lower_bound": -2.5}
     for name, (pointer, shape, dtype) in ARRAYS.items():
         dtype = dtypes.get(name, dtype)
+        if name in ("q", "k", "v", "g", "beta", "out"):
+            shape = (1, num_tokens, *shape[2:])
         call[name] = None if dtype is None else on_gpu(name, pointer, shape, dtype)
     return call
 
@@ -157,6 +170,7 @@ def test_fwd_packs_what_the_kernel_reads(fake, initial_state, final_state, cu_se
                 call[name] = on_gpu(name, ARRAYS[name][0], shape, given[name])
     assert cukda.fwd(**call) is call["out"]
 
+    expected = plan.plan(plan.Shape(num_sequences, T, H, cu_seqlens is not None), H200)
     kinds = enum("StateKind")
     kind_of = {None: kinds["None"], "bfloat16": kinds["BF16"], "float32": kinds["FP32"]}
     want = {name: 0 if call[name] is None else ARRAYS[name][0] for name in ARRAYS} | {
@@ -165,16 +179,86 @@ def test_fwd_packs_what_the_kernel_reads(fake, initial_state, final_state, cu_se
         "initial_kind": kind_of[initial_state],
         "final_kind": kind_of[final_state],
         "cu_seqlens_bytes": {None: 0, "int32": 4, "int64": 8}[cu_seqlens],
+        "num_sequences": num_sequences,
         "num_tokens": T,
         "num_heads": H,
+        "segment": expected.segment,
+        "num_slots": expected.num_slots,
     }
     grid, block, shared_bytes, stream, packed = launched(fake)
     got = struct.unpack(kda._PARAMETERS.format, packed)
     assert dict(zip(signature("kda_fwd.cu", "kda_fwd"), got, strict=True)) == want
-    expected = plan.plan(num_sequences, H, *H200)
     assert (grid, block, shared_bytes) == (expected.grid, expected.block, expected.shared_bytes)
     assert fake.attributes == [(1234, 8, expected.shared_bytes)]
     assert stream == STREAM
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, "int32"])
+@pytest.mark.parametrize("num_tokens", [0, T, 8192, 100_000])
+def test_fwd_packs_where_sequences_may_be_cut(fake, num_tokens, cu_seqlens):
+    given = {"initial_state": None, "final_state": None, "cu_seqlens": cu_seqlens}
+    cukda.fwd(**arguments(num_tokens, **given))
+    num_sequences = 1 if cu_seqlens is None else N
+    expected = plan.plan(plan.Shape(num_sequences, num_tokens, H, cu_seqlens is not None), H200)
+    assert num_tokens < 8192 or 0 < expected.segment < num_tokens
+    want = {
+        "num_sequences": num_sequences,
+        "num_tokens": num_tokens,
+        "segment": expected.segment,
+        "num_slots": expected.num_slots,
+    }
+    grid, block, shared_bytes, _, packed = launched(fake)
+    got = struct.unpack(kda._PARAMETERS.format, packed)
+    values = dict(zip(signature("kda_fwd.cu", "kda_fwd"), got, strict=True))
+    assert want.items() <= values.items()
+    assert (grid, block, shared_bytes) == (expected.grid, expected.block, expected.shared_bytes)
+
+
+def states(call, num_sequences, final_pointer):
+    """The call with float32 states for so many sequences, the final one at that address."""
+    initial_pointer, (_, *rest), dtype = ARRAYS["initial_state"]
+    shape = (num_sequences, *rest)
+    initial = on_gpu("initial_state", initial_pointer, shape, dtype)
+    if final_pointer is None:
+        return {**call, "initial_state": initial, "final_state": initial}
+    final = on_gpu("final_state", final_pointer, shape, dtype)
+    return {**call, "initial_state": initial, "final_state": final}
+
+
+@pytest.mark.parametrize(
+    ("final_pointer", "in_place"),
+    [
+        pytest.param(None, True, id="the same array"),
+        pytest.param(ARRAYS["initial_state"][0], True, id="the same memory"),
+        pytest.param(ARRAYS["final_state"][0], False, id="apart"),
+    ],
+)
+@pytest.mark.parametrize("cu_seqlens", [None, "int32"])
+@pytest.mark.parametrize("num_tokens", [8192, 100_000])
+def test_fwd_cuts_nothing_where_states_are_in_place(
+    fake, num_tokens, cu_seqlens, final_pointer, in_place
+):
+    num_sequences = 1 if cu_seqlens is None else N
+    call = states(arguments(num_tokens, cu_seqlens=cu_seqlens), num_sequences, final_pointer)
+    cukda.fwd(**call)
+    got = struct.unpack(kda._PARAMETERS.format, launched(fake)[-1])
+    packed = dict(zip(signature("kda_fwd.cu", "kda_fwd"), got, strict=True))
+    assert (packed["initial_state"] == packed["final_state"]) == in_place
+    assert (packed["segment"] == 0) == in_place
+    assert (packed["num_slots"] == num_sequences) == in_place
+
+
+@pytest.mark.parametrize("given", ["initial_state", "final_state", None])
+@pytest.mark.parametrize("cu_seqlens", [None, "int32"])
+def test_a_state_alone_is_not_in_place(fake, cu_seqlens, given):
+    call = arguments(8192, cu_seqlens=cu_seqlens)
+    call = states(call, 1 if cu_seqlens is None else N, ARRAYS["final_state"][0])
+    for name in {"initial_state", "final_state"} - {given}:
+        call[name] = None
+    cukda.fwd(**call)
+    got = struct.unpack(kda._PARAMETERS.format, launched(fake)[-1])
+    packed = dict(zip(signature("kda_fwd.cu", "kda_fwd"), got, strict=True))
+    assert packed["segment"] > 0
 
 
 @pytest.mark.parametrize("name", ["A_log", "dt_bias"])
@@ -214,7 +298,7 @@ def test_fwd_without_states_launches_nothing(fake, name):
 def test_fwd_names_a_gpu_that_is_too_old(fake, monkeypatch):
     """Also one whose shared memory holds no variant."""
     fake.capability = "75"
-    monkeypatch.setattr(jit, "device_limits", lambda: (40, 64 * 1024))
+    monkeypatch.setattr(jit, "gpu", lambda: plan.Gpu(40, 64 * 1024, has_wgmma=False))
     with pytest.raises(RuntimeError, match=r"compute capability 8\.0 or newer.*got 7\.5"):
         cukda.fwd(**arguments())
     assert fake.launches == []

@@ -1,9 +1,19 @@
 """scripts/sanitize.py, with a stand-in for compute-sanitizer that computes nothing."""
 
 import os
+import sys
+import types
 
+import hardware
+import inputs
+import numpy as np
 import pytest
 import sanitize
+
+import cukda
+from cukda import jit, plan
+
+H200 = plan.Gpu(132, 227 * 1024, has_wgmma=True)
 
 CLEAN = {
     "memcheck": "ERROR SUMMARY: 0 errors",
@@ -35,7 +45,7 @@ def test_clean(sanitizer, capsys):
     sanitizer(by_tool(**CLEAN))
     assert sanitize.main([]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 3 * len(sanitize.variants())
+    assert len(rows) == 3 * len(sanitize.names())
     for tool, line in CLEAN.items():
         assert sum(row.startswith(tool) and row.endswith(line) for row in rows) == len(rows) // 3
 
@@ -55,6 +65,20 @@ def test_not_clean(sanitizer, capsys, tool, line):
     assert line in capsys.readouterr().out
 
 
+def test_what_the_gpu_cannot_run_has_a_row_that_says_so(sanitizer, capsys):
+    sanitizer(f"echo '{sanitize.LEFT_OUT}: no wgmma'; echo '========= {CLEAN['memcheck']}'")
+    assert sanitize.main(["--tool", "memcheck"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == len(sanitize.names())
+    assert all(row.endswith(" left out: no wgmma") for row in rows)
+
+
+@pytest.mark.parametrize("line", ["ERROR SUMMARY: 1 error", ""])
+def test_what_fails_is_not_left_out(sanitizer, line):
+    sanitizer(f"echo '{sanitize.LEFT_OUT}: no wgmma'; echo '========= {line}'; exit 9")
+    assert sanitize.main(["--tool", "memcheck"]) == 1
+
+
 def test_a_run_that_fails_is_not_clean(sanitizer, capsys):
     sanitizer(f"echo '========= {CLEAN['memcheck']}'; exit 3")
     assert sanitize.main(["--tool", "memcheck"]) == 1
@@ -72,5 +96,77 @@ def test_each_run_asks_for_its_variant(sanitizer, tmp_path):
     sanitizer(f'echo "$@" >> {log}')
     sanitize.main(["--tool", "racecheck"])
     lines = log.read_text().splitlines()
-    assert sorted(line.rpartition("--compute ")[2] for line in lines) == sorted(sanitize.variants())
+    assert sorted(line.rpartition("--compute ")[2] for line in lines) == sorted(sanitize.names())
     assert all(line.startswith("--tool racecheck --error-exitcode 9") for line in lines)
+
+
+def test_every_variant_runs_with_whole_and_with_cut_sequences():
+    kernels = list(sanitize.kernels().values())
+    assert kernels == [(variant, segment) for variant in plan.variants() for segment in (0, 64)]
+    assert sanitize.names() == [*sanitize.kernels(), "sigmoid"]
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """A function that computes on a GPU of which nothing is there, and returns the plans."""
+    fake = types.SimpleNamespace(runtime=types.SimpleNamespace(deviceSynchronize=lambda: None))
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=fake))
+
+    def compute(name, gpu):
+        plans = []
+
+        def run(case):
+            num_sequences = len(case["cu_seqlens"]) - 1
+            shape = plan.Shape(num_sequences, *case["q"].shape[1:3], packed=True)
+            plans.append(plan.plan(shape, jit.gpu()))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(jit, "gpu", lambda: gpu)
+            for replaced in "variants", "_segments":
+                patch.setattr(plan, replaced, getattr(plan, replaced))
+            patch.setattr(hardware, "run", run)
+            plan._choice.cache_clear()
+            sanitize.compute(name)
+        plan._choice.cache_clear()
+        return plans
+
+    return compute
+
+
+@pytest.mark.parametrize("name", sanitize.kernels())
+def test_a_run_is_of_its_variant_and_segment(planned, name):
+    """All in one block, and with more items than there are slots for items."""
+    variant, segment = sanitize.kernels()[name]
+    (launch,) = planned(name, H200)
+    assert (launch.variant, launch.segment, launch.grid) == (variant, segment, 1)
+    assert len(sanitize.SEQ_LENS) * sanitize.HEADS > plan._NUM_ITEM_SLOTS
+
+
+@pytest.mark.parametrize("name", sanitize.kernels())
+def test_a_run_that_the_gpu_cannot_do_is_left_out(planned, capsys, name):
+    variant, _ = sanitize.kernels()[name]
+    for gpu, lacks in (
+        (H200._replace(has_wgmma=False), variant.wgmma),
+        (plan.Gpu(46, 99 * 1024, has_wgmma=False), variant.wgmma or variant.num_stages == 4),
+    ):
+        assert len(planned(name, gpu)) == (0 if lacks else 1)
+        assert capsys.readouterr().out.startswith("left out: ") == lacks
+
+
+def test_the_problem_is_cut_in_all_heads_but_one():
+    """There, nothing is left of the state after the tokens before a cut."""
+    case = sanitize.problem()
+    longest = max(range(len(sanitize.SEQ_LENS)), key=sanitize.SEQ_LENS.__getitem__)
+    sequence = inputs.alone(case, longest)
+    num_tokens = sequence["q"].shape[1]
+    assert num_tokens > 200 and 0 in sanitize.SEQ_LENS
+    (segment,) = filter(None, sanitize.SEGMENTS)
+    for cut in range(segment, num_tokens, segment):
+        states = []
+        for initial_state in sequence["initial_state"], -sequence["initial_state"]:
+            final_state = np.empty_like(initial_state)
+            call = inputs.tokens(sequence, cut - segment, cut, initial_state)
+            cukda.fwd(**call, final_state=final_state)
+            states.append(final_state[0])
+        is_cut = [np.array_equal(*heads) for heads in zip(*states, strict=True)]
+        assert is_cut == [head != sanitize.SLOW_HEAD for head in range(sanitize.HEADS)]
