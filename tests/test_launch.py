@@ -152,6 +152,12 @@ def launched(fake) -> tuple:
     return grid[0], block, shared_bytes, stream, packed
 
 
+def unpacked(packed: bytes) -> dict:
+    """What kda_fwd would read, by its parameters' names."""
+    values = struct.unpack(kda._PARAMETERS.format, packed)
+    return dict(zip(signature("kda_fwd.cu", "kda_fwd"), values, strict=True))
+
+
 STATES = [None, "bfloat16", "float32"]
 
 
@@ -186,8 +192,7 @@ def test_fwd_packs_what_the_kernel_reads(fake, initial_state, final_state, cu_se
         "num_slots": expected.num_slots,
     }
     grid, block, shared_bytes, stream, packed = launched(fake)
-    got = struct.unpack(kda._PARAMETERS.format, packed)
-    assert dict(zip(signature("kda_fwd.cu", "kda_fwd"), got, strict=True)) == want
+    assert unpacked(packed) == want
     assert (grid, block, shared_bytes) == (expected.grid, expected.block, expected.shared_bytes)
     assert fake.attributes == [(1234, 8, expected.shared_bytes)]
     assert stream == STREAM
@@ -208,9 +213,7 @@ def test_fwd_packs_where_sequences_may_be_cut(fake, num_tokens, cu_seqlens):
         "num_slots": expected.num_slots,
     }
     grid, block, shared_bytes, _, packed = launched(fake)
-    got = struct.unpack(kda._PARAMETERS.format, packed)
-    values = dict(zip(signature("kda_fwd.cu", "kda_fwd"), got, strict=True))
-    assert want.items() <= values.items()
+    assert want.items() <= unpacked(packed).items()
     assert (grid, block, shared_bytes) == (expected.grid, expected.block, expected.shared_bytes)
 
 
@@ -241,11 +244,10 @@ def test_fwd_cuts_nothing_where_states_are_in_place(
     num_sequences = 1 if cu_seqlens is None else N
     call = states(arguments(num_tokens, cu_seqlens=cu_seqlens), num_sequences, final_pointer)
     cukda.fwd(**call)
-    got = struct.unpack(kda._PARAMETERS.format, launched(fake)[-1])
-    packed = dict(zip(signature("kda_fwd.cu", "kda_fwd"), got, strict=True))
-    assert (packed["initial_state"] == packed["final_state"]) == in_place
-    assert (packed["segment"] == 0) == in_place
-    assert (packed["num_slots"] == num_sequences) == in_place
+    values = unpacked(launched(fake)[-1])
+    assert (values["initial_state"] == values["final_state"]) == in_place
+    assert (values["segment"] == 0) == in_place
+    assert (values["num_slots"] == num_sequences) == in_place
 
 
 @pytest.mark.parametrize("given", ["initial_state", "final_state", None])
@@ -256,17 +258,15 @@ def test_a_state_alone_is_not_in_place(fake, cu_seqlens, given):
     for name in {"initial_state", "final_state"} - {given}:
         call[name] = None
     cukda.fwd(**call)
-    got = struct.unpack(kda._PARAMETERS.format, launched(fake)[-1])
-    packed = dict(zip(signature("kda_fwd.cu", "kda_fwd"), got, strict=True))
-    assert packed["segment"] > 0
+    values = unpacked(launched(fake)[-1])
+    assert values["segment"] > 0
 
 
 @pytest.mark.parametrize("name", ["A_log", "dt_bias"])
 def test_fwd_packs_null_for_what_is_not_given(fake, name):
     cukda.fwd(**arguments(**{name: None}))
-    got = struct.unpack(kda._PARAMETERS.format, launched(fake)[-1])
-    packed = dict(zip(signature("kda_fwd.cu", "kda_fwd"), got, strict=True))
-    assert [n for n in ARRAYS if packed[n] == 0] == [name]
+    values = unpacked(launched(fake)[-1])
+    assert [n for n in ARRAYS if values[n] == 0] == [name]
 
 
 def test_fwd_packs_its_defaults(fake, monkeypatch):
@@ -274,11 +274,10 @@ def test_fwd_packs_its_defaults(fake, monkeypatch):
     monkeypatch.setattr(arrays, "empty_like", lambda array, stream: new)
     call = arguments()
     assert cukda.fwd(*(call[name] for name in ("q", "k", "v", "g", "beta"))) is new
-    got = struct.unpack(kda._PARAMETERS.format, launched(fake)[-1])
-    packed = dict(zip(signature("kda_fwd.cu", "kda_fwd"), got, strict=True))
-    assert packed["scale"] == np.float32(128**-0.5)
-    assert packed["lower_bound"] == -5
-    assert packed["out"] == ARRAYS["out"][0]
+    values = unpacked(launched(fake)[-1])
+    assert values["scale"] == np.float32(128**-0.5)
+    assert values["lower_bound"] == -5
+    assert values["out"] == ARRAYS["out"][0]
 
 
 @pytest.mark.parametrize("name", ["q", "cu_seqlens"])
