@@ -12,18 +12,18 @@ constexpr int v_rows = V_ROWS;  // rows of the state that this block owns
 // Warps of a block, by what they do, in this order.
 constexpr int num_factor_warps = NUM_FACTOR_WARPS;
 constexpr int num_stages = NUM_STAGES;
-// Solvers take turns at chunks, each at one stage: a barrier's parity tells its last two phases
-// apart, so whoever waits on it must see every phase.
-constexpr int num_solvers = num_stages;
+constexpr int num_solvers = NUM_SOLVERS;  // they take turns at chunks
+// A barrier's parity tells its last two phases apart. So whoever waits on it must know that the one
+// before last is over: a solver does, if its chunk before this one is not further back.
+static_assert(num_solvers <= num_stages);
 constexpr int num_consumers = v_rows / 16;  // 16 rows of the state each
 constexpr int num_threads = 32 * (num_factor_warps + num_solvers + num_consumers);
 static_assert(num_threads == NUM_THREADS, "cukda/plan.py launches another block");
 
-// Slots of the ring of raw chunks; chunk n is in slot n % num_raw, and in stage n % num_stages.
-// When the stage that chunk n wants is free, all are done with chunk n - num_stages, so its raw
-// slot can take chunk n + raw_ahead.
-constexpr int raw_ahead = 2;
-constexpr int num_raw = num_stages + raw_ahead;
+// Slots of the ring of raw chunks; chunk n is in slot n % num_raw, and in stage n % num_stages. The
+// slots of a solver's chunks are its own (fetch.cuh).
+constexpr int num_raw = NUM_RAW;
+static_assert(num_raw % num_solvers == 0);
 
 // Raw rows are padded to 272 bytes: the eight rows that ldmatrix reads start on eight bank groups.
 constexpr int raw_row = head_dim + 8;
@@ -75,52 +75,83 @@ constexpr u32 kq_in_at = 0, k_inverse_at = kq_in_at + sizeof(Stage::kq_in),
               inverse_at = k_out_at + sizeof(Stage::k_out),
               p_at = inverse_at + sizeof(Stage::inverse);
 
+// Whose state an item begins or ends with: nobody's (zero, or dropped), the caller's, a segment's
+// local state or transfer (work.cuh), the identity.
+enum class StateOf { Nobody, Caller, Local, Transfer, Identity };
+
 // What a block works on at a time (work.cuh).
 struct Item {
-    i64 sequence, begin;  // begin: the first row of [B * T]
-    int head, part;       // part: which v_rows of the state
+    i64 begin;                   // the first row of [B * T]
+    i64 from_matrix, to_matrix;  // where among those states its own are, in states of [128 x 128]
+    StateOf from, to;
+    int head, part;  // part: which v_rows of the state
     int num_tokens, num_chunks;
-    int num_warm_up;         // chunks at its begin that make the state and no output
-    bool is_first, is_last;  // of its sequence's segments
+    int num_loud;  // its last chunks, which have output; those before only make the state
+};
+
+// Of an item's head, what the gate wants: zeros where the caller gave none.
+struct HeadInputs {
+    alignas(16) float bias[head_dim];
+    float A_log;
+};
+
+// A sequence, in a warp that holds one a lane (work.cuh).
+struct LaneSequence {
+    i64 begin;
+    int length;
+    u32 first_slot;
+    int num_segments;
 };
 
 enum class StateKind { None = 0, BF16 = 1, FP32 = 2 };
 
-// The states before or after all sequences: [N, H, 128 (v), 128 (k)].
+// Matrices of [128 (v), 128 (k)].
 struct States {
     void* base;
     StateKind kind;
 
     __device__ int row_bytes() const { return head_dim * (kind == StateKind::FP32 ? 4 : 2); }
-    __device__ char* row(const Item& item, int num_heads, int row) const {
-        const i64 matrix = item.sequence * num_heads + item.head;
+    __device__ char* row(i64 matrix, int row) const {
         return static_cast<char*>(base) + (matrix * head_dim + row) * row_bytes();
     }
 };
 
-// As many as chunks may be on their way, and one more: each may be of another item.
-constexpr int num_item_slots = 8;
-static_assert(num_item_slots > num_raw);
+// As many as chunks may be on their way, since each may be of another item: in stages, in raw
+// slots, and those that the first solver finds for the others.
+constexpr int num_item_slots = num_stages + num_raw + num_solvers;
 
-struct SolverScratch {                   // 1,344 bytes
+// How far a solver is with fetching (fetch.cuh).
+struct FetchState {
+    u32 num_items;   // that it has come to
+    int chunk_idx;   // of its next chunk, in the last one of these
+    int num_chunks;  // of that item; negative: there was none
+    // Of the first solver: items that it has found, their chunks from its next one on, and rounds.
+    u32 num_found;
+    int num_chunks_found;
+    u32 round;
+};
+
+struct SolverScratch {                   // 1,376 bytes
     alignas(16) float lower[chunk][20];  // diag(beta) A; rows padded to 80 bytes
     float q_norm[chunk];
+    FetchState fetch;  // not in registers, which a solver has none to spare of from chunk to chunk
 };
 
 struct Shared {
     Stage stage[num_stages];
     RawChunk raw[num_raw];
     SolverScratch scratch[num_solvers];
-    // Who waits on each: solvers and factor warps; solvers; consumers; factor warps.
+    // Who waits on each: factor warps and solvers; solvers; consumers; factor warps.
     u64 raw_full[num_raw];
     u64 factors_full[num_stages];
     u64 full[num_stages];
     u64 empty[num_stages];
-    // All warps; the scouts.
+    // All warps; the first solver.
     u64 item_full[num_item_slots];
     u64 item_empty[num_item_slots];
     Item item[num_item_slots];
-    float left[4];  // the scouts' (work.cuh)
+    HeadInputs head_inputs[num_item_slots];
+    LaneSequence sequences[32];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "cukda/plan.py launches with another size");
 
@@ -133,36 +164,20 @@ __device__ inline int tokens_in_chunk(int num_tokens, int index) {
     return max(0, min(chunk, num_tokens - index * chunk));
 }
 
-// A chunk's slot in the ring of raw chunks, and the parity of its phase there: kept, not worked out
-// from the chunk's index, because num_raw is no power of two.
-struct RawCursor {
-    int slot;
-    u32 parity;
-
-    // n < num_raw chunks on.
-    __device__ void advance(int n) {
-        slot += n;
-        if (slot >= num_raw) {
-            slot -= num_raw;
-            parity ^= 1;
-        }
-    }
-};
-
 __device__ inline void wait(const u64& barrier, u32 parity) {
     const u32 address = shared_address(&barrier);
     while (!mbarrier_test_wait_parity(address, parity)) {
     }
 }
 
-// Waits until the ring's slot of chunk `index` has been filled for it. Indices are unsigned: the
-// remainder of a signed one takes a chain of instructions.
+// Waits until the ring's slot of chunk, or item, `index` has been filled for it. Indices are
+// unsigned: the remainder of a signed one takes a chain of instructions.
 template <int size>
 __device__ inline void wait_full(u64 (&ring)[size], u32 index) {
     wait(ring[index % size], index / size % 2);
 }
 
-// Waits until the slot that chunk `index` wants is free; the first time round it is.
+// Waits until the slot that `index` wants is free; the first time round it is.
 template <int size>
 __device__ inline void wait_empty(u64 (&ring)[size], u32 index) {
     wait(ring[index % size], index / size % 2 ^ 1);
@@ -173,7 +188,8 @@ __device__ inline void arrive(u64 (&ring)[size], u32 index) {
     mbarrier_arrive(shared_address(&ring[index % size]));
 }
 
-// Before an arrival that hands matrices to the consumers' products.
+// Before the arrival that hands a stage to the consumers, whose products read it through another
+// proxy: by the solver, which has waited for what factor warps wrote.
 __device__ inline void publish() {
     if constexpr (use_wgmma) fence_proxy_async();
 }

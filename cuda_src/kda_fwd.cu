@@ -6,16 +6,14 @@
 // in chunks of 16 tokens (factors.cuh, solve.cuh, recurrence.cuh have the chunked form).
 //
 // Block: item after item (work.cuh), each a segment of a sequence, of one head, and v_rows of the
-// 128
-//   rows of its state. Its warps do three things, chunk by chunk, and meet only at the mbarriers of
-//   struct Shared:
-//     factor warps (factors.cuh): find items, fetch q, k, g, and make of them the factors k e^G,
-//       q e^G, k e^-G, k e^(G_last - G);
-//     solvers (solve.cuh): norms and beta, (I + diag(beta) A)^-1 and P;
-//     consumers (recurrence.cuh): 16 rows of the state each, in registers, through all chunks.
+// 128 rows of its state. Its warps do three things, chunk by chunk, and meet only at the mbarriers
+// of struct Shared:
+//   factor warps (factors.cuh): of q, k, g the factors k e^G, q e^G, k e^-G, k e^(G_last - G);
+//   solvers (fetch.cuh, solve.cuh): find items, fetch q, k, g; norms and beta, the matrices
+//     (I + diag(beta) A)^-1 and P;
+//   consumers (recurrence.cuh): 16 rows of the state each, in registers, through all chunks.
 // Grid: any number of blocks, which share the items; no block waits for another.
 // Shared memory: struct Shared (chunk.cuh), dynamic.
-// There is no workspace: what a segment needs of the tokens before it, it works out itself.
 #include "chunk.cuh"
 #include "factors.cuh"
 #include "ptx.cuh"
@@ -25,24 +23,26 @@
 
 // q, k, g, v, out: bf16 [B, T, H, 128]; beta: bf16 [B, T, H]; A_log: fp32 [H] or null; dt_bias:
 // fp32 [H, 128] or null; states: [N, H, 128 (v), 128 (k)] of the kind given, or null; cu_seqlens:
-// int32 or int64 [N + 1] or null (then N = B). All contiguous. num_tokens is T. segment, num_slots:
-// see struct Work.
+// int32 or int64 [N + 1] or null (then N = B). All contiguous. num_tokens is T. segment and what
+// follows: see struct Work.
 extern "C" __global__ void __launch_bounds__(num_threads, 1)
     kda_fwd(const u16* q, const u16* k, const u16* v, const u16* g, const u16* beta, float scale,
             u16* out, const float* A_log, const float* dt_bias, float lower_bound,
             const void* initial_state, StateKind initial_kind, void* final_state,
             StateKind final_kind, const void* cu_seqlens, int cu_seqlens_bytes, int num_sequences,
-            i64 num_tokens, int num_heads, int segment, u32 num_slots) {
+            i64 num_tokens, int num_heads, int segment, u32 num_slots, const unsigned char* cuts,
+            u32* taken, float* locals, float* transfers, Pass pass) {
     extern __shared__ __align__(128) unsigned char storage[];
     Shared& smem = *reinterpret_cast<Shared*>(storage);
     const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens,
-                       num_heads,  segment,          num_slots};
+                       num_heads,  segment,          num_slots,     cuts,
+                       locals,     transfers,        taken,         pass};
     const States initial = {const_cast<void*>(initial_state), initial_kind};
     const States final = {final_state, final_kind};
 
     if (threadIdx.x == 0) {
         // Every thread that wrote, or read, arrives for itself.
-        init(smem.raw_full, 32 * num_factor_warps);
+        init(smem.raw_full, 32);
         init(smem.factors_full, 32 * num_factor_warps);
         init(smem.full, 32);
         init(smem.empty, 32 * num_consumers);
@@ -55,12 +55,13 @@ extern "C" __global__ void __launch_bounds__(num_threads, 1)
     if (warp < num_factor_warps + num_solvers) {
         if constexpr (use_wgmma) setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp < num_factor_warps) {
-            run_factors(smem, work, q, k, g, A_log, dt_bias, lower_bound, initial);
+            run_factors(smem, lower_bound);
         } else {
-            run_solver(smem, beta, A_log, dt_bias, lower_bound, num_heads);
+            const Inputs inputs = {q, k, g, v, beta, A_log, dt_bias, initial};
+            run_solver(smem, work, inputs, lower_bound);
         }
     } else {
         if constexpr (use_wgmma) setmaxnreg_inc<CONSUMER_REGISTERS>();
-        run_recurrence(smem, v, scale, out, initial, final, num_heads);
+        run_recurrence(smem, work, v, scale, out, initial, final);
     }
 }

@@ -61,6 +61,13 @@ __device__ inline u32 cvt_f16x2(float low, float high) {
     return packed;
 }
 
+// Two products of bf16 pairs, each rounded once. SM80 has no mul.bf16x2: adds -0, which is nothing.
+__device__ inline u32 mul_bf16x2(u32 a, u32 b) {
+    u32 product;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+    return product;
+}
+
 // The float32 of a float16's bits.
 __device__ inline float cvt_f32_f16(u16 half) {
     float y;
@@ -72,6 +79,13 @@ __device__ inline float cvt_f32_f16(u16 half) {
 // `source_bytes` (0 or 16) are read; the rest is filled with zeros.
 __device__ inline void cp_async_16(u32 target, const void* source, u32 source_bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+                 "r"(source_bytes)
+                 : "memory");
+}
+
+// The same with 4 bytes.
+__device__ inline void cp_async_4(u32 target, const void* source, u32 source_bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source),
                  "r"(source_bytes)
                  : "memory");
 }
@@ -116,6 +130,16 @@ __device__ inline void stmatrix_x4(u32 row_address, const u32 (&frag)[4]) {
         : "memory");
 }
 
+// 16 bytes of shared memory, in the program's order: the compiler would move the load to its use,
+// and wait for it there.
+__device__ inline float4 ld_shared_v4(u32 address) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address));
+    return x;
+}
+
 // Transposes one 8x8 matrix of 16-bit elements that lies in a warp's registers. Volatile, as all
 // that a whole warp must execute: else the compiler may move it into the branch that uses its
 // result.
@@ -134,11 +158,11 @@ __device__ inline void mma_m16n8k16_bf16(float (&acc)[4], const u32 (&a)[4], u32
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d[16x8] = a[16x8] b[8x8] + c on float32 bits whose lower 13 bits are zero (tf32).
-__device__ inline void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
+// d[16x8] = a[16x16] b[16x8] + c, float16 in, float32 accumulated.
+__device__ inline void mma_m16n8k16_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
                                         const float (&c)[4]) {
     asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%10, %11, %12, %13};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),

@@ -14,19 +14,34 @@
 
 constexpr int k_tiles = head_dim / 8;
 
-// Offset of this lane's first element of tile 0 in the warp's [16, 128] rows, and to its other
-// half.
-__device__ inline int state_lane_offset(int lane) {
+// This lane's first row of the warp's 16, as the offset of its elements; its other one is two on.
+__device__ inline int state_row_offset(int lane) {
     const int row = lane / 4;
-    return (4 * (row / 2) + row % 2) * head_dim + 2 * (lane % 4);
+    return (4 * (row / 2) + row % 2) * head_dim;
 }
 constexpr int state_half_offset = 2 * head_dim;
 
+// Four words each of a quad's lanes, transposed: word i of lane c becomes word c of lane i. So the
+// pairs of columns that a lane has of four tiles are 16 bytes in a row of one tile, and back.
+__device__ inline void transpose_quad(u32 (&x)[4], int lane) {
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            u32& low = x[step == 1 ? 2 * i : i];
+            u32& high = x[step == 1 ? 2 * i + 1 : i + 2];
+            const bool upper = lane & step;
+            const u32 other = __shfl_xor_sync(~0u, upper ? low : high, step);
+            low = upper ? other : low;
+            high = upper ? high : other;
+        }
+    }
+}
+
 __device__ inline void load_state(float (&state)[k_tiles][4], const void* rows, StateKind kind,
                                   int lane) {
-    const int offset = state_lane_offset(lane);
-    const u16* halves = static_cast<const u16*>(rows) + offset;
-    const float* floats = static_cast<const float*>(rows) + offset;
+    const u16* halves = static_cast<const u16*>(rows) + state_row_offset(lane) + 8 * (lane % 4);
+    const float* floats = static_cast<const float*>(rows) + state_row_offset(lane) + 2 * (lane % 4);
 #pragma unroll
     for (int i = 0; i < 4 * k_tiles; ++i) state[i / 4][i % 4] = 0.0f;
     if (kind == StateKind::FP32) {
@@ -40,20 +55,35 @@ __device__ inline void load_state(float (&state)[k_tiles][4], const void* rows, 
         }
     } else if (kind == StateKind::BF16) {
 #pragma unroll
-        for (int i = 0; i < 2 * k_tiles; ++i) {
-            const u32 packed =
-                *reinterpret_cast<const u32*>(halves + i % 2 * state_half_offset + i / 2 * 8);
-            state[i / 2][i % 2 * 2] = bf16_low(packed);
-            state[i / 2][i % 2 * 2 + 1] = bf16_high(packed);
+        for (int i = 0; i < k_tiles / 2; ++i) {
+            const int half = i % 2, tile = i / 2 * 4;
+            const uint4 row =
+                *reinterpret_cast<const uint4*>(halves + half * state_half_offset + tile * 8);
+            u32 packed[4] = {row.x, row.y, row.z, row.w};
+            transpose_quad(packed, lane);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                state[tile + j][2 * half] = bf16_low(packed[j]);
+                state[tile + j][2 * half + 1] = bf16_high(packed[j]);
+            }
         }
+    }
+}
+
+// Row first_row + i of the identity is the fragment's row i, in the order of v that it has.
+__device__ inline void make_identity(float (&state)[k_tiles][4], int first_row, int lane) {
+#pragma unroll
+    for (int i = 0; i < 4 * k_tiles; ++i) {
+        const int row = first_row + state_row_offset(lane) / head_dim + 2 * (i % 4 / 2);
+        const int column = i / 4 * 8 + 2 * (lane % 4) + i % 2;
+        state[i / 4][i % 4] = row == column ? 1.0f : 0.0f;
     }
 }
 
 __device__ inline void store_state(const float (&state)[k_tiles][4], void* rows, StateKind kind,
                                    int lane) {
-    const int offset = state_lane_offset(lane);
-    u16* halves = static_cast<u16*>(rows) + offset;
-    float* floats = static_cast<float*>(rows) + offset;
+    u16* halves = static_cast<u16*>(rows) + state_row_offset(lane) + 8 * (lane % 4);
+    float* floats = static_cast<float*>(rows) + state_row_offset(lane) + 2 * (lane % 4);
     if (kind == StateKind::FP32) {
 #pragma unroll
         for (int i = 0; i < 2 * k_tiles; ++i) {
@@ -63,10 +93,16 @@ __device__ inline void store_state(const float (&state)[k_tiles][4], void* rows,
         }
     } else if (kind == StateKind::BF16) {
 #pragma unroll
-        for (int i = 0; i < 2 * k_tiles; ++i) {
-            const float* s = &state[i / 2][i % 2 * 2];
-            *reinterpret_cast<u32*>(halves + i % 2 * state_half_offset + i / 2 * 8) =
-                cvt_bf16x2(s[0], s[1]);
+        for (int i = 0; i < k_tiles / 2; ++i) {
+            const int half = i % 2, tile = i / 2 * 4;
+            u32 packed[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                packed[j] = cvt_bf16x2(state[tile + j][2 * half], state[tile + j][2 * half + 1]);
+            }
+            transpose_quad(packed, lane);
+            *reinterpret_cast<uint4*>(halves + half * state_half_offset + tile * 8) =
+                make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
     }
 }
@@ -97,7 +133,7 @@ __device__ inline void store_rows(u16* out, i64 half_stride, int num_left, const
 
 // Whether any of these bf16 has an exponent of ones: adding one to it carries into the sign's
 // place.
-__device__ inline bool any_not_finite(const u32 (&x)[4]) {
+__device__ inline u32 not_finite(const u32 (&x)[4]) {
     u32 carries = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) carries |= (x[i] & 0x7fff7fffu) + 0x00800080u;
@@ -179,6 +215,8 @@ __device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, cons
     }
     gemm_commit();
 
+    // U and O are products of a warp alone: a group's would wait for the slowest of its warps.
+    using SquareB = WarpB<Major::K, 2 * core_bytes, core_bytes>;
     float w[2][4], beta_norm[2][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -192,10 +230,20 @@ __device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, cons
         beta_norm[half][0] = both.x;
         beta_norm[half][1] = both.y;
     }
-    load_next();
     hold(w);
     gemm_wait<0>();
     hold(kq);
+    u32 inverse[4];
+    ldmatrix_x4(inverse, SquareB(stage_address + inverse_at, lane).at);
+    // On its way before it is wanted, in registers that frag_s had; mma.sync has none to spare.
+    float4 decay[k_tiles / 2];
+    if constexpr (use_wgmma) {
+#pragma unroll
+        for (int i = 0; i < k_tiles / 2; ++i) {
+            decay[i] = ld_shared_v4(shared_address(&stage.decay[i][lane % 4]));
+        }
+    }
+    load_next();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         w[i / 4][i % 4] = fmaf(-beta_norm[i / 4][i % 2], kq[i / 4][i % 4], w[i / 4][i % 4]);
@@ -204,10 +252,10 @@ __device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, cons
     u32 frag_w[4], frag_u[4], frag_ku[4];
     pack_a(frag_w, w[0], w[1]);
     float u[2][4] = {};
-    using SquareB = ConsumerB<Major::K, 2 * core_bytes, core_bytes>;
-    gemm_begin();
-    rs_gemm(u, frag_w, SquareB(stage_address + inverse_at, lane));
-    gemm_commit();
+    mma_m16n8k16_bf16(u[0], frag_w, inverse[0], inverse[1]);
+    mma_m16n8k16_bf16(u[1], frag_w, inverse[2], inverse[3]);
+    u32 p[4];
+    ldmatrix_x4(p, SquareB(stage_address + p_at, lane).at);
     float k_norm[2][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -215,72 +263,79 @@ __device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, cons
         k_norm[half][0] = norm.x;
         k_norm[half][1] = norm.y;
     }
+    const auto decay_state = [&] {
 #pragma unroll
-    for (int tile = 0; tile < k_tiles; tile += 2) {
-        const float4 decay = stage.decay[tile / 2][lane % 4];
-        state[tile][0] *= decay.x;
-        state[tile][1] *= decay.y;
-        state[tile][2] *= decay.x;
-        state[tile][3] *= decay.y;
-        state[tile + 1][0] *= decay.z;
-        state[tile + 1][1] *= decay.w;
-        state[tile + 1][2] *= decay.z;
-        state[tile + 1][3] *= decay.w;
-    }
-    hold(state);
-    gemm_wait<0>();
-    hold(u);
+        for (int tile = 0; tile < k_tiles; tile += 2) {
+            const float4 decay_t = use_wgmma ? decay[tile / 2] : stage.decay[tile / 2][lane % 4];
+            state[tile][0] *= decay_t.x;
+            state[tile][1] *= decay_t.y;
+            state[tile][2] *= decay_t.x;
+            state[tile][3] *= decay_t.y;
+            state[tile + 1][0] *= decay_t.z;
+            state[tile + 1][1] *= decay_t.w;
+            state[tile + 1][2] *= decay_t.z;
+            state[tile + 1][3] *= decay_t.w;
+        }
+    };
+    // wgmma is waited for, so there is always something to do meanwhile; mma.sync is done in the
+    // order that wants the fewest registers.
+    if constexpr (use_wgmma) decay_state();
     pack_a(frag_u, u[0], u[1]);
 #pragma unroll
     for (int i = 0; i < 8; ++i) u[i / 4][i % 4] *= k_norm[i / 4][i % 2];
     pack_a(frag_ku, u[0], u[1]);
 
-    // O's product starts at zero: with QS to start from, ptxas would wait for each wgmma (C7511).
     float o[2][4] = {};
+    mma_m16n8k16_bf16(o[0], frag_u, p[0], p[1]);
+    mma_m16n8k16_bf16(o[1], frag_u, p[2], p[3]);
+    const auto finish_output = [&] {
+        const bool rare = __any_sync(~0u, not_finite(frag_u) != 0);
+        int first_bad[2] = {chunk, chunk};
+        if (rare) output_before_bad(o, first_bad, frag_w, stage_address, lane);
+
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float2 norm = *reinterpret_cast<const float2*>(&stage.q_norm[8 * half + pair]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                o[half][i] = scale * fmaf(kq[2 + half][i], i % 2 ? norm.y : norm.x, o[half][i]);
+            }
+        }
+        const float nan = __int_as_float(0x7fffffff);
+        if (rare) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int token = 8 * (i / 4) + pair + i % 2;
+                if (token >= first_bad[i % 4 / 2]) o[i / 4][i % 4] = nan;
+            }
+        }
+        Rows out;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            out.token[half].x = movmatrix_trans(cvt_bf16x2(o[half][0], o[half][1]));
+            out.token[half].y = movmatrix_trans(cvt_bf16x2(o[half][2], o[half][3]));
+        }
+        store(out);
+    };
+    if constexpr (!use_wgmma) {
+        finish_output();
+        decay_state();
+    }
+    hold(state);
     gemm_begin();
-    rs_gemm(o, frag_u, SquareB(stage_address + p_at, lane));
-    gemm_commit();
     rs_gemm(state, frag_ku,
             ConsumerB<Major::N, 2 * core_bytes, core_bytes>(stage_address + k_out_at, lane));
     gemm_commit();
-
-    const bool rare = __any_sync(~0u, any_not_finite(frag_u));
-    gemm_wait<1>();
-    hold(o);
-    int first_bad[2] = {chunk, chunk};
-    if (rare) output_before_bad(o, first_bad, frag_w, stage_address, lane);
-
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const float2 norm = *reinterpret_cast<const float2*>(&stage.q_norm[8 * half + pair]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            o[half][i] = scale * fmaf(kq[2 + half][i], i % 2 ? norm.y : norm.x, o[half][i]);
-        }
-    }
-    const float nan = __int_as_float(0x7fffffff);
-    if (rare) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int token = 8 * (i / 4) + pair + i % 2;
-            if (token >= first_bad[i % 4 / 2]) o[i / 4][i % 4] = nan;
-        }
-    }
-    Rows out;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        out.token[half].x = movmatrix_trans(cvt_bf16x2(o[half][0], o[half][1]));
-        out.token[half].y = movmatrix_trans(cvt_bf16x2(o[half][2], o[half][3]));
-    }
-    store(out);
-
+    if constexpr (use_wgmma) finish_output();
     gemm_wait<0>();
 }
 
 // A consumer's life: its 16 rows of the state, through all chunks of an item, item after item.
-__device__ inline void run_recurrence(Shared& smem, const u16* v, float scale, u16* out,
-                                      const States& initial, const States& final, int num_heads) {
+__device__ inline void run_recurrence(Shared& smem, const Work& work, const u16* v, float scale,
+                                      u16* out, const States& initial, const States& final) {
+    const int num_heads = work.num_heads;
     const i64 half_stride = static_cast<i64>(num_heads) * head_dim * (chunk / 2);
+    const i64 v_to_out = reinterpret_cast<i64>(out) - reinterpret_cast<i64>(v);
     u32 index = 0;
     for (Items items(smem); items.next();) {
         const int lane = mov_tid_x() % 32;
@@ -289,13 +344,18 @@ __device__ inline void run_recurrence(Shared& smem, const u16* v, float scale, u
             const int warp = mov_tid_x() / 32 - num_factor_warps - num_solvers;
             return items.item().part * v_rows + 16 * warp;
         };
-        const auto rows_of = [&](const States& states) {
-            return states.row(items.item(), num_heads, first_row());
+        const auto states_of = [&](StateOf of, const States& callers) {
+            const States locals = {work.locals, StateKind::FP32};
+            const States transfers = {work.transfers, StateKind::FP32};
+            return of == StateOf::Caller     ? callers
+                   : of == StateOf::Local    ? locals
+                   : of == StateOf::Transfer ? transfers
+                                             : States{nullptr, StateKind::None};
         };
         float state[k_tiles][4];
-        load_state(state, rows_of(initial), items.item().is_first ? initial.kind : StateKind::None,
-                   lane);
-
+        const States from = states_of(items.item().from, initial);
+        load_state(state, from.row(items.item().from_matrix, first_row()), from.kind, lane);
+        if (items.item().from == StateOf::Identity) make_identity(state, first_row(), lane);
         // Else the state's registers would be copied, from chunk to chunk, behind each wgmma
         // (C7514).
         hold(state);
@@ -303,15 +363,16 @@ __device__ inline void run_recurrence(Shared& smem, const u16* v, float scale, u
         // This lane's first row of the chunk, in v and out, and the rows from there to the last.
         const i64 offset = (items.item().begin * num_heads + items.item().head) * head_dim +
                            lane / 4 * (half_stride / 8) + first_row() + 4 * (lane % 4);
-        int num_left = items.item().num_tokens - lane / 4;
-        int num_silent = items.item().num_warm_up;  // chunks yet to come without output
+        // A transfer has no v: no rows of it are left.
+        int num_left = items.item().from == StateOf::Identity ? -items.item().num_tokens
+                                                              : items.item().num_tokens - lane / 4;
         Rows rows;
         const u16* v_row = v + offset;
         load_rows(rows, v_row, half_stride, num_left);
         // Of an item without tokens the chunk is let pass: the state stays what it is, infinities
         // too.
-        const u32 end = index + __shfl_sync(~0u, items.item().num_tokens ? items.num_chunks : 0, 0);
-        for (; index < end; ++index) {
+        const auto is_empty = [&] { return __shfl_sync(~0u, items.item().num_tokens, 0) == 0; };
+        for (int i = is_empty() ? 0 : items.num_chunks; i > 0; --i, ++index) {
             wait_full(smem.full, index);
             const auto load_next = [&] {
                 v_row += 2 * half_stride;
@@ -319,19 +380,19 @@ __device__ inline void run_recurrence(Shared& smem, const u16* v, float scale, u
                 load_rows(rows, v_row, half_stride, num_left);
             };
             const auto store = [&](const Rows& o) {
-                if (--num_silent >= 0) return;
-                store_rows(out + (v_row - v) - 2 * half_stride, half_stride, num_left + chunk, o);
+                if (i > items.item().num_loud) return;
+                u16* rows_out = reinterpret_cast<u16*>(reinterpret_cast<i64>(v_row) + v_to_out);
+                store_rows(rows_out - 2 * half_stride, half_stride, num_left + chunk, o);
             };
-            step(state, smem.stage[index % num_stages], rows, scale,
-                 use_wgmma ? lane : static_cast<int>(mov_tid_x() % 32), load_next, store);
+            step(state, smem.stage[index % num_stages], rows, scale, mov_tid_x() % 32, load_next,
+                 store);
             arrive(smem.empty, index);
         }
-        if (items.item().num_tokens == 0) {
+        if (is_empty()) {
             wait_full(smem.full, index);
             arrive(smem.empty, index++);
         }
-        if (items.item().is_last) {
-            store_state(state, rows_of(final), final.kind, mov_tid_x() % 32);
-        }
+        const States to = states_of(items.item().to, final);
+        store_state(state, to.row(items.item().to_matrix, first_row()), to.kind, mov_tid_x() % 32);
     }
 }

@@ -8,32 +8,35 @@
 
 #include "chunk.cuh"
 #include "factors.cuh"
+#include "fetch.cuh"
 #include "tokens.cuh"
 #include "work.cuh"
 
-// scores[16 x 16] = rows of kq_in (token_group 0: k, 2: q) times k_inverse^T, by one warp.
-__device__ inline void make_scores(float (&scores)[2][4], const Factor<4>& kq_in, int token_group,
-                                   const Factor<2>& k_inverse, int lane) {
-    constexpr int a_k_stride = 4 * core_bytes, b_k_stride = 2 * core_bytes;
+// a[16 x 16] = (k e^G)(k e^-G)^T and p[16 x 16] = (q e^G)(k e^-G)^T, by one warp.
+__device__ inline void make_scores(float (&a)[2][4], float (&p)[2][4], const Stage& stage,
+                                   int lane) {
+    constexpr int kq_stride = 4 * core_bytes, inverse_stride = 2 * core_bytes;
     // The four matrices of an A operand: token groups 0, 1 of channels 0-7, then of channels 8-15.
-    const u32 a_address = shared_address(kq_in.core[0][token_group]) + (lane / 8 % 2) * core_bytes +
-                          (lane / 16) * a_k_stride + (lane % 8) * 16;
-    WarpB<Major::K, core_bytes, b_k_stride> b(shared_address(k_inverse.core), lane);
-    float odd[2][4] = {};  // even and odd steps apart: half the chain of latencies
+    const u32 kq = shared_address(stage.kq_in.core) + (lane / 8 % 2) * core_bytes +
+                   (lane / 16) * kq_stride + (lane % 8) * 16;
+    const WarpB<Major::K, core_bytes, inverse_stride> inverse(shared_address(stage.k_inverse.core),
+                                                              lane);
 #pragma unroll 4
     for (int k16 = 0; k16 < head_dim / 16; ++k16) {
-        u32 a[4];
-        ldmatrix_x4(a, a_address + k16 * 2 * a_k_stride);
-        rs_gemm(k16 % 2 ? odd : scores, a, b);
-        b.advance(2 * b_k_stride);
+        u32 frag_k[4], frag_q[4], b[4];
+        ldmatrix_x4(frag_k, kq + k16 * 2 * kq_stride);
+        ldmatrix_x4(frag_q, kq + k16 * 2 * kq_stride + 2 * core_bytes);
+        ldmatrix_x4(b, inverse.at + k16 * 2 * inverse_stride);
+        mma_m16n8k16_bf16(a[0], frag_k, b[0], b[1]);
+        mma_m16n8k16_bf16(a[1], frag_k, b[2], b[3]);
+        mma_m16n8k16_bf16(p[0], frag_q, b[0], b[1]);
+        mma_m16n8k16_bf16(p[1], frag_q, b[2], b[3]);
     }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) scores[i / 4][i % 4] += odd[i / 4][i % 4];
 }
 
-__device__ inline void solve_p(Stage& stage, const SolverScratch& scratch, int lane) {
-    float scores[2][4] = {};
-    make_scores(scores, stage.kq_in, 2, stage.k_inverse, lane);
+// P: the scores of q, normalised.
+__device__ inline void put_p(const float (&scores)[2][4], Stage& stage,
+                             const SolverScratch& scratch, int lane) {
     const int row = lane / 4, pair = 2 * (lane % 4);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -49,9 +52,8 @@ __device__ inline void solve_p(Stage& stage, const SolverScratch& scratch, int l
 
 // Forward substitution in float32, a lane to a column: x_i = [i = j] - sum_{m < i} lower_im x_m.
 // A series in powers of `lower` cancels on nearly equal keys, to nothing in 16 bits; this does not.
-__device__ inline void solve_inverse(Stage& stage, SolverScratch& scratch, int lane) {
-    float scores[2][4] = {};
-    make_scores(scores, stage.kq_in, 0, stage.k_inverse, lane);
+__device__ inline void solve_inverse(const float (&scores)[2][4], Stage& stage,
+                                     SolverScratch& scratch, int lane) {
     const int row = lane / 4, pair = 2 * (lane % 4);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -93,8 +95,7 @@ __device__ inline void solve_inverse(Stage& stage, SolverScratch& scratch, int l
 // first token that is not finite. Returns the tokens before that one; changes the norms.
 __device__ inline int make_again(RawChunk& raw, Stage& stage, float2& k_norm, float2& q_norm,
                                  float2 k_sums, float2 q_sums, float beta, int num_live,
-                                 const float* A_log, const float* dt_bias, float lower_bound,
-                                 int head) {
+                                 const HeadInputs& inputs, float lower_bound) {
     // Read anew, or what only this needs would be worked out in the solver's loop.
     const int lane = mov_tid_x() % 32;
     k_norm = rescale(raw.k, k_sums, lowest_k_sum, lane);
@@ -103,7 +104,7 @@ __device__ inline int make_again(RawChunk& raw, Stage& stage, float2& k_norm, fl
     const u32 ballot = __ballot_sync(~0u, bad && lane < chunk);
     const int num_finite = min(ballot ? __ffs(ballot) - 1 : chunk, first_nan_token(raw.g, lane));
     for (int warp = 0; warp < num_factor_warps; ++warp) {
-        const Gate gate = warp_gate(A_log, dt_bias, lower_bound, head, warp, lane);
+        const Gate gate = warp_gate(inputs, lower_bound, warp, lane);
         make_factors(raw, gate, min(num_live, num_finite), stage, warp, lane);
     }
     __syncwarp();
@@ -111,17 +112,19 @@ __device__ inline int make_again(RawChunk& raw, Stage& stage, float2& k_norm, fl
 }
 
 // One chunk of one head.
-__device__ inline void solve(Shared& smem, const RawCursor& cursor, u32 index, int num_live,
-                             u16 beta_logit, const float* A_log, const float* dt_bias,
-                             float lower_bound, int head) {
+__device__ inline void solve(Shared& smem, u32 index, int num_live, u16 beta_logit,
+                             const HeadInputs& inputs, float lower_bound) {
     // Read anew: what hangs on it alone would be kept in registers from chunk to chunk, and spill.
     const int lane = mov_tid_x() % 32;
-    RawChunk& raw = smem.raw[cursor.slot];
+    RawChunk& raw = smem.raw[index % num_raw];
     Stage& stage = smem.stage[index % num_stages];
     SolverScratch& scratch = smem.scratch[index % num_solvers];
-    wait(smem.raw_full[cursor.slot], cursor.parity);
-    const float2 k_sums = sums_of_squares(raw.k, lane);
-    const float2 q_sums = sums_of_squares(raw.q, lane);
+    wait_full(smem.raw_full, index);
+    float2 sums[2];
+    sums_of_squares(sums, {raw_lane_address(raw.k, lane), raw_lane_address(raw.q, lane)}, lane);
+    const float2 k_sums = sums[0], q_sums = sums[1];
+    const bool ordinary = all_ordinary(raw.k, k_sums, lowest_k_sum, lane) &&
+                          all_ordinary(raw.q, q_sums, lowest_q_sum, lane);
     // A sum of zero is that of a row of zeros, or make_again is to come.
     float2 k_norm = {k_sums.x > 0.0f ? norm(k_sums.x, 1e-6f) : 0.0f,
                      k_sums.y > 0.0f ? norm(k_sums.y, 1e-6f) : 0.0f};
@@ -133,10 +136,9 @@ __device__ inline void solve(Shared& smem, const RawCursor& cursor, u32 index, i
     const float4 decay = stage.decay[lane / 4][lane % 4];
     const bool finite = decay.x + decay.y + decay.z + decay.w < 1e3f && beta == beta;
     int num_finite = chunk;
-    if (!all_ordinary(raw.k, k_sums, lowest_k_sum, lane) ||
-        !all_ordinary(raw.q, q_sums, lowest_q_sum, lane) || !__all_sync(~0u, finite)) {
-        num_finite = make_again(raw, stage, k_norm, q_norm, k_sums, q_sums, beta, num_live, A_log,
-                                dt_bias, lower_bound, head);
+    if (!ordinary || !__all_sync(~0u, finite)) {
+        num_finite = make_again(raw, stage, k_norm, q_norm, k_sums, q_sums, beta, num_live, inputs,
+                                lower_bound);
     }
     const float k_norm_t = from_diagonal(k_norm, lane), q_norm_t = from_diagonal(q_norm, lane);
     if (lane < chunk) {
@@ -148,37 +150,43 @@ __device__ inline void solve(Shared& smem, const RawCursor& cursor, u32 index, i
         stage.q_norm[lane] = q_norm_t * (1.0f / lift);
     }
     __syncwarp();
-    solve_inverse(stage, scratch, lane);
-    solve_p(stage, scratch, lane);
+    float a[2][4] = {}, p[2][4] = {};
+    make_scores(a, p, stage, lane);
+    put_p(p, stage, scratch, lane);
+    solve_inverse(a, stage, scratch, lane);
     publish();
     arrive(smem.full, index);
 }
 
 // A solver's life: every num_solvers-th of the block's chunks.
-__device__ inline void run_solver(Shared& smem, const u16* beta, const float* A_log,
-                                  const float* dt_bias, float lower_bound, int num_heads) {
+__device__ inline void run_solver(Shared& smem, const Work& work, const Inputs& inputs,
+                                  float lower_bound) {
     const int solver = threadIdx.x / 32 - num_factor_warps, lane = threadIdx.x % 32;
-    u32 index = solver;  // of the solver's next chunk
-    RawCursor cursor = {solver, 0};
-    u32 first_index = 0;  // of the item's chunks
-    for (Items items(smem); items.next();) {
-        const int num_tokens = items.item().num_tokens, head = items.item().head;
-        const u32 end = first_index + items.num_chunks;
-        const u16* item_beta = beta + items.item().begin * num_heads + head;
-        const auto load_beta = [&](u32 of_index) {
-            const int token = static_cast<int>(of_index - first_index) * chunk + lane;
+    if (solver == 0) smem.sequences[lane] = work.lane_sequence();
+    __syncwarp();
+    const Fetcher fetcher = {smem, work, inputs};
+    if (lane == 0) smem.scratch[solver].fetch = {0, solver, 0, 0, 0, 0};
+    for (int slot = solver; slot < num_raw; slot += num_solvers) fetcher.fetch(slot);
+
+    u32 index = solver;      // of its next chunk, among the block's
+    int chunk_idx = solver;  // of the solver's next chunk, in the item
+    for (Items items(smem); items.next(); chunk_idx -= items.num_chunks) {
+        const int num_tokens = items.item().num_tokens;
+        const u16* beta = inputs.beta + items.item().begin * work.num_heads + items.item().head;
+        const auto load_beta = [&](int of_chunk) {
+            const int token = of_chunk * chunk + lane;
             const bool live = lane < chunk && token < num_tokens;
-            return live ? item_beta[static_cast<i64>(token) * num_heads] : u16{0};
+            return live ? beta[static_cast<i64>(token) * work.num_heads] : u16{0};
         };
-        u16 beta_logit = load_beta(index);
-        for (; index < end; index += num_solvers) {
+        u16 beta_logit = load_beta(chunk_idx);
+        for (; chunk_idx < items.num_chunks; chunk_idx += num_solvers) {
             const u16 beta_now = beta_logit;
             // Not converted yet: that would wait for its load.
-            beta_logit = load_beta(index + num_solvers);
-            const int num_live = tokens_in_chunk(num_tokens, index - first_index);
-            solve(smem, cursor, index, num_live, beta_now, A_log, dt_bias, lower_bound, head);
-            cursor.advance(num_solvers);
+            beta_logit = load_beta(chunk_idx + num_solvers);
+            solve(smem, index, tokens_in_chunk(num_tokens, chunk_idx), beta_now,
+                  items.head_inputs(), lower_bound);
+            fetcher.fetch(index % num_raw);
+            index += num_solvers;
         }
-        first_index = end;
     }
 }

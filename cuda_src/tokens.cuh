@@ -17,21 +17,27 @@ __device__ inline float from_diagonal(float2 numbers, int lane) {
     return lane % 16 < 8 ? low : high;
 }
 
-// Sums of squares of the tokens' rows, exact products accumulated in float32: the diagonal of x
-// x^T.
-__device__ inline float2 sums_of_squares(const u16 (&x)[chunk][raw_row], int lane) {
-    const u32 address = raw_lane_address(x, lane);
-    float low[2][4] = {}, high[2][4] = {};  // even and odd steps: half the chain of latencies
-#pragma unroll 4
+// Sums of squares of the tokens' rows of some tiles, exact products accumulated in float32: the
+// diagonals of x x^T. Tiles side by side, so that one's latency hides another's.
+template <int num_tiles>
+__device__ inline void sums_of_squares(float2 (&sums)[num_tiles], const u32 (&addresses)[num_tiles],
+                                       int lane) {
+    float low[num_tiles][4] = {}, high[num_tiles][4] = {};
+#pragma unroll
     for (int k16 = 0; k16 < head_dim / 16; ++k16) {
-        u32 a[4];
-        ldmatrix_x4(a, address + k16 * 32);
-        mma_m16n8k16_bf16(low[k16 % 2], a, a[0], a[2]);
-        mma_m16n8k16_bf16(high[k16 % 2], a, a[1], a[3]);
+#pragma unroll
+        for (int tile = 0; tile < num_tiles; ++tile) {
+            u32 a[4];
+            ldmatrix_x4(a, addresses[tile] + k16 * 32);
+            mma_m16n8k16_bf16(low[tile], a, a[0], a[2]);
+            mma_m16n8k16_bf16(high[tile], a, a[1], a[3]);
+        }
     }
     const bool odd = lane / 4 % 2;
-    return {odd ? low[0][1] + low[1][1] : low[0][0] + low[1][0],
-            odd ? high[0][3] + high[1][3] : high[0][2] + high[1][2]};
+#pragma unroll
+    for (int tile = 0; tile < num_tiles; ++tile) {
+        sums[tile] = {odd ? low[tile][1] : low[tile][0], odd ? high[tile][3] : high[tile][2]};
+    }
 }
 
 // Up to the highest sum of squares the factors and their products are finite, whatever the gate and
@@ -92,7 +98,9 @@ __device__ inline float2 rescale(u16 (&x)[chunk][raw_row], float2 sums, float lo
     }
     __syncwarp();
 
-    const float2 scaled = sums_of_squares(x, lane);
+    float2 sums_scaled[1];
+    sums_of_squares(sums_scaled, {raw_lane_address(x, lane)}, lane);
+    const float2 scaled = sums_scaled[0];
     const float power_low = __shfl_sync(~0u, power, 2 * (lane / 4));
     const float power_high = __shfl_sync(~0u, power, 2 * (lane / 4 + 8));
     // Not finite stays infinite or NaN; the norm of either is set to 0.

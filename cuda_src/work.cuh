@@ -3,15 +3,32 @@
 //
 // A sequence may be cut into segments that run side by side, where the tokens before the cut leave
 // nothing of an earlier state: then the scan of those alone, from a state of zero, makes the same
-// state as the scan of all of them. Where more is left, the segment before goes on.
+// state as the scan of all of them. Where more is left, the segment before goes on, or they are
+// joined.
 #pragma once
 
 #include "chunk.cuh"
 #include "gate.cuh"
 
-// A sequence and one of its segments.
+// What a launch is for.
+//   Whole: all of it, in one pass; where there is no cut the segment before goes on.
+//   Ends, then Forward: segments side by side also where there is no cut. With S the state where
+//     a segment begins, it ends with S M + S_local: M is what the scan makes of the identity with
+//     v = 0, and S_local what it makes of zero. Ends works out both, chain.cu joins them, Forward
+//     runs on segments as if they were sequences.
+enum class Pass { Whole = 0, Ends = 1, Forward = 2 };
+
+// One segment of a sequence: of rows begin to begin + length, which is in num_segments of them. An
+// index that is not one of them says that there is none.
 struct Segment {
-    i64 sequence, index;
+    i64 sequence, begin, length, index;
+    int num_segments;
+};
+
+// Where a sequence's segments are among the slots.
+struct Slots {
+    i64 first;
+    int count;
 };
 
 // The arguments that say what there is to do.
@@ -23,8 +40,38 @@ struct Work {
     int num_heads;
     int segment;  // tokens from one place where a sequence may be cut to the next; 0: there is none
     u32 num_slots;  // one for each segment that there may be
+    // [num_slots, H] (cuts.cu): chunks before a segment that make its state; 0: it is not cut
+    // there.
+    const unsigned char* cuts;
+    // Of the two-pass way: fp32 [num_slots, H, 128 (v), 128 (k)] each. After chain.cu a local is
+    // the state where the next segment begins.
+    float *locals, *transfers;
+    // Of the cut launches, how many items their blocks have taken: [2], the second of Forward.
+    u32* taken;
+    Pass pass;
 
-    __device__ u32 num_items() const { return num_slots * num_heads * (head_dim / v_rows); }
+    __device__ int memory(i64 slot, int head) const {
+        return chunk * cuts[slot * num_heads + head];
+    }
+
+    // Parts of V; of Ends those of S_local, then those of M.
+    __device__ u32 num_parts() const { return head_dim / v_rows * (pass == Pass::Ends ? 2 : 1); }
+    __device__ u32 num_items() const { return num_slots * num_heads * num_parts(); }
+
+    // The next of the block's numbers, if there is one. By a whole warp.
+    __device__ bool next_number(u32& number, u32& round) const {
+        if (segment) {
+            // Which segments are work is not known before: whoever has time takes the next.
+            if (threadIdx.x % 32 == 0) number = atomicAdd(taken + (pass == Pass::Forward), 1);
+            number = __shfl_sync(~0u, number, 0);
+            return number < num_items();
+        }
+        // To and fro: who had the longest of one round has the shortest of the next.
+        const u32 place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+        number = round * gridDim.x + place;
+        ++round;
+        return number < num_items();
+    }
 
     // Where sequence n begins, among B * T rows. cu_seqlens may hold anything: it is clamped to the
     // rows there are.
@@ -40,43 +87,86 @@ struct Work {
         return static_cast<int>((length + segment - 1) / segment);
     }
 
-    // The segment in a slot; of more than a warp's lanes of sequences, and of slots that are left
-    // over, it may be one that its sequence does not have. By a whole warp.
-    __device__ Segment segment_of(u32 slot) const {
-        if (!cu_seqlens) {
-            const u32 each = num_segments(num_tokens);
-            return {slot / each, slot % each};
+    // Packed sequences that a warp has lanes for are in the order of their lengths.
+    __device__ bool by_length() const { return cu_seqlens && num_sequences <= 32; }
+
+    // Sequence `lane`, for segment_of. The longest come first, so that what is left for the end is
+    // short. By a whole warp.
+    __device__ LaneSequence lane_sequence() const {
+        LaneSequence mine = {};
+        if (!by_length()) return mine;
+        const int lane = threadIdx.x % 32;
+        mine.begin = bound(min(lane, num_sequences - 1));
+        mine.length = -1;
+        if (lane < num_sequences) mine.length = max(0ll, bound(lane + 1) - mine.begin);
+        const int count = num_segments(mine.length);
+        for (int other = 0; other < num_sequences; ++other) {
+            const int length = __shfl_sync(~0u, mine.length, other);
+            const int other_count = __shfl_sync(~0u, count, other);
+            const bool before = length > mine.length || (length == mine.length && other < lane);
+            if (before) mine.first_slot += other_count;
         }
-        return num_sequences <= 32 ? segment_by_length(slot) : segment_in_order(slot);
+        // Bounds that overlap may have more segments than there are slots.
+        mine.first_slot = min(mine.first_slot, num_slots);
+        if (lane < num_sequences) mine.num_segments = min(count, num_slots - mine.first_slot);
+        return mine;
     }
 
-    // The longest sequences come first, so that what is left for the end is short.
-    __device__ Segment segment_by_length(u32 slot) const {
-        const int lane = threadIdx.x % 32;
-        const int n = min(lane, num_sequences - 1);
-        const i64 begin = bound(n);
-        const int length =
-            lane < num_sequences ? static_cast<int>(max(0ll, bound(n + 1) - begin)) : -1;
-        const int count = num_segments(length);
-        u32 first = 0;  // slot of this lane's sequence
-        for (int other = 0; other < num_sequences; ++other) {
-            const int other_length = __shfl_sync(~0u, length, other);
-            const int other_count = __shfl_sync(~0u, count, other);
-            const bool before = other_length > length || (other_length == length && other < lane);
-            if (before) first += other_count;
+    // The segment in a slot. By a whole warp.
+    __device__ Segment segment_of(u32 slot, const LaneSequence& mine) const {
+        if (by_length()) {
+            const bool is_mine =
+                mine.first_slot <= slot && slot < mine.first_slot + mine.num_segments;
+            const u32 ballot = __ballot_sync(~0u, is_mine);
+            const int owner = ballot ? __ffs(ballot) - 1 : 0;
+            return {owner, __shfl_sync(~0u, mine.begin, owner),
+                    __shfl_sync(~0u, mine.length, owner),
+                    ballot ? static_cast<i64>(slot - __shfl_sync(~0u, mine.first_slot, owner)) : -1,
+                    __shfl_sync(~0u, mine.num_segments, owner)};
         }
-        const bool mine = lane < num_sequences && first <= slot && slot < first + count;
-        const u32 ballot = __ballot_sync(~0u, mine);
-        const int owner = ballot ? __ffs(ballot) - 1 : 0;
-        return {owner, ballot ? static_cast<i64>(slot - __shfl_sync(~0u, first, owner)) : -1};
+        Segment found = {};
+        if (cu_seqlens) {
+            found.sequence = sequence_in_order(slot);
+            found.index = slot - first_slot(found.sequence);
+        } else {
+            const u32 each = num_segments(num_tokens);
+            found.sequence = slot / each;
+            found.index = slot % each;
+        }
+        found.begin = bound(found.sequence);
+        found.length = max(0ll, bound(found.sequence + 1) - found.begin);
+        found.num_segments = num_segments(found.length);
+        return found;
     }
 
     // The slot of sequence n's first segment: a sequence of any length has slots enough before the
     // next one's, for ceil(length / segment) <= floor(end / segment) - floor(begin / segment) + 1.
     __device__ i64 first_slot(i64 n) const { return segment ? bound(n) / segment + n : n; }
 
-    // The last sequence whose first slot is not behind this one.
-    __device__ Segment segment_in_order(u32 slot) const {
+    // Of sequence n's segments: the first one's slot, and how many there are. By a whole warp.
+    __device__ Slots slots_of(i64 n, const LaneSequence& mine) const {
+        if (by_length()) {
+            return {__shfl_sync(~0u, mine.first_slot, static_cast<int>(n)),
+                    __shfl_sync(~0u, mine.num_segments, static_cast<int>(n))};
+        }
+        const int count = num_segments(max(0ll, bound(n + 1) - bound(n)));
+        return {cu_seqlens ? first_slot(n) : n * count, count};
+    }
+
+    // The first segment, from `index` on, that begins with a cut. By a whole warp.
+    __device__ i64 next_cut(u32 slot, const Segment& segment, i64 index, int head) const {
+        const int lane = threadIdx.x % 32;
+        for (; index < segment.num_segments; index += 32) {
+            const bool is_cut = index + lane < segment.num_segments &&
+                                memory(slot + (index - segment.index) + lane, head) > 0;
+            const u32 ballot = __ballot_sync(~0u, is_cut);
+            if (ballot) return index + __ffs(ballot) - 1;
+        }
+        return segment.num_segments;
+    }
+
+    // The last sequence whose first slot is not behind this one. By a whole warp.
+    __device__ i64 sequence_in_order(u32 slot) const {
         const int lane = threadIdx.x % 32;
         i64 first = 0, count = num_sequences;
         while (count > 1) {
@@ -87,185 +177,67 @@ struct Work {
             first += steps * step;
             count = min(step, count - steps * step);
         }
-        return {first, slot - first_slot(first)};
+        return first;
     }
 };
 
-// A cut is taken where no more than 2^-60 is left of the state: of one as large as 1e6, 1e-12.
-constexpr float log2_nothing = -60.0f;
-constexpr int scout_warps = 4, scout_threads = 32 * scout_warps;
-constexpr int scout_rounds = 2;  // of scout_warps chunks each
+// The block's next item, from a round on, which becomes the one after. num_chunks is 0 when there
+// are no more. By a whole warp.
+__device__ inline Item find_item(const Work& work, const LaneSequence (&sequences)[32],
+                                 u32& round) {
+    for (u32 number; work.next_number(number, round);) {
+        const int lane = threadIdx.x % 32;
+        const u32 slot = number / work.num_parts() / work.num_heads;
+        const u32 part = number % work.num_parts();
+        const int head = static_cast<int>(number / work.num_parts() - slot * work.num_heads);
+        const Segment segment = work.segment_of(slot, sequences[lane]);
+        if (segment.index < 0 || segment.index >= segment.num_segments) continue;
 
-__device__ inline float warp_sum(float x) {
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
-    return x;
+        // Of this segment and the next ones, a lane each.
+        const bool may_be_cut =
+            segment.index + lane > 0 && segment.index + lane < segment.num_segments;
+        const int lane_warm_up = may_be_cut ? work.memory(slot + lane, head) : 0;
+        const bool is_first = segment.index == 0;
+        const int warm_up = __shfl_sync(~0u, lane_warm_up, 0);
+        const bool is_joined = !is_first && warm_up == 0;  // to the segment before
+        const bool is_transfer = part >= head_dim / v_rows;
+        i64 end = segment.index + 1;  // the segment it goes on to
+        if (work.pass == Pass::Whole) {
+            if (is_joined) continue;
+            const u32 cuts = __ballot_sync(~0u, lane > 0 && lane_warm_up > 0);
+            end = cuts ? segment.index + __ffs(cuts) - 1
+                       : work.next_cut(slot, segment, segment.index + 32, head);
+        } else if (work.pass == Pass::Ends) {
+            // Wanted where the next segment is joined to this one.
+            if (end >= segment.num_segments || __shfl_sync(~0u, lane_warm_up, 1)) continue;
+            if (is_transfer && !is_joined) continue;
+        }
+        const i64 first = segment.index * work.segment;
+        const i64 last = end < segment.num_segments ? end * work.segment : segment.length;
+        const i64 callers = segment.sequence * work.num_heads + head;
+        const i64 own = static_cast<i64>(slot) * work.num_heads + head;
+        Item item;
+        item.head = head;
+        item.part = static_cast<int>(part % (head_dim / v_rows));
+        item.from = is_transfer                               ? StateOf::Identity
+                    : is_first                                ? StateOf::Caller
+                    : is_joined && work.pass == Pass::Forward ? StateOf::Local
+                                                              : StateOf::Nobody;
+        item.from_matrix = item.from == StateOf::Local ? own - work.num_heads : callers;
+        item.to = is_transfer               ? StateOf::Transfer
+                  : work.pass == Pass::Ends ? StateOf::Local
+                  : last == segment.length  ? StateOf::Caller
+                                            : StateOf::Nobody;
+        item.to_matrix = work.pass == Pass::Ends ? own : callers;
+        item.begin = segment.begin + first - warm_up;
+        item.num_tokens = static_cast<int>(last - first) + warm_up;
+        // One without tokens has a chunk too, in which nothing happens.
+        item.num_chunks = max(1, (item.num_tokens + chunk - 1) / chunk);
+        item.num_loud = work.pass == Pass::Ends ? 0 : item.num_chunks - warm_up / chunk;
+        return item;
+    }
+    return {};
 }
-
-// What the scouts of a cut read: the lane's four channels of g and k, at the cut.
-struct CutSource {
-    const u16 *g, *k;
-    i64 token_stride;
-    float bias[4];
-    HeadGate gate;
-};
-
-// A bound on what a chunk leaves of a state: log2 of the largest element after it where all were at
-// most 1 before. A token takes s to s diag(e^a) (I - beta k k^T), so with b for |s|, and beta < 1,
-//   b <- b diag(e^a);  b <- b + (b |k|^T) |k|
-// bounds it, channel by channel. NaN where anything is not finite. By a warp; the chunk ends
-// `before` rows ahead of the cut.
-__device__ inline float log2_left_by_chunk(const CutSource& source, int before) {
-    float bound[4] = {1.0f, 1.0f, 1.0f, 1.0f};
-    i64 at = -(before + chunk) * source.token_stride;
-    constexpr int at_once = 4;  // tokens on their way from memory
-#pragma unroll 1
-    for (int begin = 0; begin < chunk; begin += at_once) {
-        uint2 g[at_once], k[at_once];
-#pragma unroll
-        for (int i = 0; i < at_once; ++i) {
-            g[i] = *reinterpret_cast<const uint2*>(source.g + at);
-            k[i] = *reinterpret_cast<const uint2*>(source.k + at);
-            at += source.token_stride;
-        }
-#pragma unroll
-        for (int i = 0; i < at_once; ++i) {
-            const float g4[4] = {bf16_low(g[i].x), bf16_high(g[i].x), bf16_low(g[i].y),
-                                 bf16_high(g[i].y)};
-            const float k4[4] = {fabsf(bf16_low(k[i].x)), fabsf(bf16_high(k[i].x)),
-                                 fabsf(bf16_low(k[i].y)), fabsf(bf16_high(k[i].y))};
-            float squares = 0.0f, along = 0.0f;
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                bound[c] *= ex2_approx(log2_decay(g4[c], source.bias[c], source.gate));
-                squares = fmaf(k4[c], k4[c], squares);
-                along = fmaf(bound[c], k4[c], along);
-            }
-            squares = warp_sum(squares);
-            // Not where squares overflow: then there is no telling.
-            const float nan = __int_as_float(0x7fffffff);
-            along = squares < 1e37f ? warp_sum(along) / (squares + 1e-6f) : nan;
-#pragma unroll
-            for (int c = 0; c < 4; ++c) bound[c] = fmaf(along, k4[c], bound[c]);
-        }
-    }
-    // A NaN is in all lanes, by the sums.
-    float largest = fmaxf(fmaxf(bound[0], bound[1]), fmaxf(bound[2], bound[3]));
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
-    }
-    return lg2_approx(largest);
-}
-
-// The tokens before a cut after which nothing is left of the state: a multiple of the chunk, or 0
-// when they are too many. By scout_threads threads. num_rows: those of the sequence before the cut.
-__device__ inline int memory(const CutSource& source, i64 num_rows, float (&left)[scout_warps]) {
-    const int warp = threadIdx.x / 32;
-    float log2_left = 0.0f;
-#pragma unroll 1
-    for (int round = 0; round < scout_rounds; ++round) {
-        // A warp to a chunk; what holds for each holds for the product.
-        const int before = chunk * (round * scout_warps + warp);
-        const bool exists = before + chunk <= num_rows;
-        const float log2_left_here = exists ? log2_left_by_chunk(source, before) : 0.0f;
-        if (threadIdx.x % 32 == 0) left[warp] = log2_left_here;
-        barrier_sync(scout_threads);
-        int tokens = 0;
-#pragma unroll
-        for (int i = 0; i < scout_warps; ++i) {
-            log2_left += left[i];
-            if (tokens == 0 && log2_left < log2_nothing) {
-                tokens = chunk * (round * scout_warps + i + 1);
-            }
-        }
-        barrier_sync(scout_threads);
-        if (tokens > 0) return tokens;
-        // Give up on what is not on its way; NaN is not.
-        if (!(log2_left < log2_nothing * (round + 1) / scout_rounds)) return 0;
-    }
-    return 0;
-}
-
-// Finds the block's items, one after the other.
-struct Scout {
-    u32 round;
-    float (&left)[scout_warps];
-    const u16 *k, *g;
-    const float *A_log, *dt_bias;
-    float lower_bound;
-
-    // Brings what the first round reads of a cut into L2.
-    __device__ void prefetch(const Work& work, int head, i64 begin, i64 cut) {
-        const int before = threadIdx.x / 2 + 1;  // a thread to half a row
-        if (before > cut) return;
-        const i64 at = ((begin + cut - before) * work.num_heads + head) * head_dim +
-                       threadIdx.x % 2 * (head_dim / 2);
-        prefetch_global_l2(g + at);
-        prefetch_global_l2(k + at);
-    }
-
-    // By scout_threads threads. num_chunks is 0 when there are no more.
-    __device__ Item find(const Work& work) {
-        while (round * gridDim.x < work.num_items()) {
-            // To and fro: who had the longest of one round has the shortest of the next.
-            const u32 place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-            const u32 number = round * gridDim.x + place;
-            ++round;
-            if (number >= work.num_items()) continue;
-            constexpr int num_parts = head_dim / v_rows;
-            Item item;
-            const u32 slot = number / num_parts / work.num_heads;
-            item.part = static_cast<int>(number % num_parts);
-            item.head = static_cast<int>(number / num_parts - slot * work.num_heads);
-            const Segment segment = work.segment_of(slot);
-            item.sequence = segment.sequence;
-            const i64 begin = work.bound(segment.sequence);
-            const i64 length = max(0ll, work.bound(segment.sequence + 1) - begin);
-            if (segment.index < 0 || segment.index >= work.num_segments(length)) continue;
-
-            i64 first = segment.index * work.segment, last = length;
-            int warm_up = 0;
-            if (work.segment && work.segment < length) {
-                i64 cut = first > 0 ? first : work.segment;
-                prefetch(work, item.head, begin, cut);
-                prefetch(work, item.head, begin, min(cut + work.segment, length));
-                const int channel = threadIdx.x % 32 * 4;
-                const i64 token_stride = static_cast<i64>(work.num_heads) * head_dim;
-                const i64 column = static_cast<i64>(item.head) * head_dim + channel;
-                CutSource source = {
-                    g, k, token_stride, {}, head_gate(A_log, item.head, lower_bound)};
-                for (int c = 0; c < 4; ++c) source.bias[c] = channel_bias(dt_bias, column + c);
-                const auto memory_at = [&](i64 row) {
-                    const i64 at = (begin + row) * token_stride + column;
-                    source.g = g + at;
-                    source.k = k + at;
-                    return memory(source, row, left);
-                };
-                bool is_needed = true;
-                for (; cut < length; cut += work.segment) {
-                    const int tokens = memory_at(cut);
-                    if (cut > first && tokens == 0) continue;
-                    if (cut > first) break;
-                    is_needed = tokens > 0;
-                    if (!is_needed) break;
-                    warm_up = tokens;
-                }
-                if (!is_needed) continue;
-                last = min(cut, length);
-            }
-            item.is_first = first == 0;
-            item.is_last = last == length;
-            item.begin = begin + first - warm_up;
-            item.num_tokens = static_cast<int>(last - first) + warm_up;
-            item.num_warm_up = warm_up / chunk;
-            // One without tokens has a chunk too, in which nothing happens.
-            item.num_chunks = max(1, (item.num_tokens + chunk - 1) / chunk);
-            return item;
-        }
-        return {};
-    }
-};
 
 // The items of a block, as each kind of warp meets them: for (Items items(smem); items.next();)
 struct Items {
@@ -273,7 +245,7 @@ struct Items {
     u32 count = 0;
     // Of the item. Shuffled, so that the compiler knows it for one number of the warp, and with it
     // all that is counted up to it: descriptors and addresses stay out of the vector registers.
-    int num_chunks;
+    int num_chunks = 0;
 
     __device__ explicit Items(Shared& shared) : smem(shared) {}
 
@@ -288,4 +260,7 @@ struct Items {
 
     // Until next().
     __device__ const Item& item() const { return smem.item[(count - 1) % num_item_slots]; }
+    __device__ const HeadInputs& head_inputs() const {
+        return smem.head_inputs[(count - 1) % num_item_slots];
+    }
 };

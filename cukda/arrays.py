@@ -17,11 +17,15 @@ from cukda import dlpack
 from cukda.jit import import_cupy
 
 CPU = -1
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 
 # (event, owners): DLPack memory in use by work that was launched and may not have run yet.
 _in_use: deque[tuple[object, list[object]]] = deque()
+
+# CUDA's pool for Workspace, by device.
+_memory_pools: dict[int, int] = {}
 
 
 # Frozen would say more, and take five times as long to make.
@@ -285,6 +289,73 @@ class launch_on:
     def _restore_device(self) -> None:
         if self._device != self._previous:
             import_cupy().cuda.runtime.setDevice(self._previous)
+
+
+class Workspace:
+    """with Workspace(num_bytes, stream_pointer) as workspace: memory between two points of a stream
+    of the current device, for the kernels launched inside: workspace.pointer, at a multiple of 256.
+
+    It comes from a CUDA memory pool of ours, by stream-ordered allocation: nothing waits, and a
+    graph that is captured meanwhile has the memory for its own. The pool keeps what it has had.
+    None is taken for 0 bytes.
+
+    Errors: MemoryError when the GPU has no more.
+    """
+
+    __slots__ = ("_num_bytes", "_stream_pointer", "pointer")
+
+    def __init__(self, num_bytes: int, stream_pointer: int):
+        self._num_bytes = num_bytes
+        self._stream_pointer = stream_pointer
+        self.pointer = 0
+
+    def __enter__(self) -> "Workspace":
+        if self._num_bytes:
+            runtime = import_cupy().cuda.runtime
+            pool = _memory_pool(runtime.getDevice(), self._stream_pointer)
+            try:
+                if pool is None:
+                    self.pointer = runtime.mallocAsync(self._num_bytes, self._stream_pointer)
+                else:
+                    self.pointer = runtime.mallocFromPoolAsync(
+                        self._num_bytes, pool, self._stream_pointer
+                    )
+            except runtime.CUDARuntimeError as error:
+                if error.status != _OUT_OF_MEMORY:
+                    raise
+                raise MemoryError(
+                    f"cukda: the GPU has no {self._num_bytes} bytes for states between segments"
+                ) from error
+        return self
+
+    def copy(self, to: int, begin: int, num_bytes: int) -> None:
+        """Copy from one pointer on the device to another, on the stream."""
+        runtime = import_cupy().cuda.runtime
+        kind = runtime.memcpyDeviceToDevice
+        runtime.memcpyAsync(to, begin, num_bytes, kind, self._stream_pointer)
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if self.pointer:
+            import_cupy().cuda.runtime.freeAsync(self.pointer, self._stream_pointer)
+
+
+def _memory_pool(device: int, stream_pointer: int) -> int | None:
+    """A pool on the device that gives nothing back to the system: that would cost 0.1 ms a call.
+
+    None while a graph is captured and there is no pool yet, for none can be made then; nor is one
+    wanted, because what a graph allocates is the graph's.
+    """
+    pool = _memory_pools.get(device)
+    if pool is None:
+        runtime = import_cupy().cuda.runtime
+        if runtime.streamIsCapturing(stream_pointer):
+            return None
+        pinned, no_handle, on_device = 1, 0, 1  # cudaMemAllocationTypePinned, ...
+        properties = runtime.MemPoolProps(pinned, no_handle, on_device, device)
+        pool = _memory_pools.setdefault(device, runtime.memPoolCreate(properties))
+        everything = 2**64 - 1
+        runtime.memPoolSetAttribute(pool, runtime.cudaMemPoolAttrReleaseThreshold, everything)
+    return pool
 
 
 class _Memory:

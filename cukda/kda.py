@@ -10,11 +10,19 @@ _BF16 = ("bfloat16",)
 _FP32 = ("float32",)
 _STATES = ("bfloat16", "float32")
 _BOUNDS = ("int32", "int64")
-# The kernel's parameters: pointers (P), floats, ints (i) and T (q), in its order.
-_PARAMETERS = struct.Struct("@PPPPP f PPP f Pi Pi Pii q i i I")
+# The kernels' parameters: pointers (P), floats, ints (i) and T (q), in their order.
+_PARAMETERS = struct.Struct("@PPPPP f PPP f Pi Pi Pii q i i I PP PP i")
+_CUTS_PARAMETERS = struct.Struct("@PP PP f Pii q i i I PP")
+_CHAIN_PARAMETERS = struct.Struct("@Pii q i i I PP PP")
+# The kernel's Pass.
+_WHOLE, _ENDS, _FORWARD = 0, 1, 2
 # The kernel's StateKind.
 _STATE_KINDS = {None: 0, "bfloat16": 1, "float32": 2}
 _BOUND_BYTES = {None: 0, "int32": 4, "int64": 8}
+# Of the kernel's two counts of items taken.
+_TAKEN_BYTES = 8
+# Of a state in float32.
+_STATE_BYTES = 4 * plan.HEAD_DIM**2
 _MAX_FLOAT32 = 3.4028234663852886e38
 # The kernel counts its work in 32 bits, and each state of a head is a piece of it.
 _MAX_STATES = 2**31 - 1
@@ -237,41 +245,85 @@ def _launch(call: _Call, stream) -> None:
     _, num_tokens, num_heads, _ = call.q.shape
     with arrays.launch_on(used, stream) as stream_pointer:
         packed = call.cu_seqlens is not None
-        in_place = call.final_state is not None and (
-            _pointer(call.final_state) == _pointer(call.initial_state)
-        )
+        initial_pointer, final_pointer = _pointer(call.initial_state), _pointer(call.final_state)
+        in_place = initial_pointer != 0 and initial_pointer == final_pointer
         shape = plan.Shape(call.num_sequences, num_tokens, num_heads, packed, in_place)
         launch = plan.plan(shape, jit.gpu())
-        variant = launch.variant
-        kernel = jit.kernel(variant.source, variant.entry, variant.defines, launch.shared_bytes)
-        kernel(
-            launch.grid,
-            launch.block,
-            launch.shared_bytes,
-            stream_pointer,
-            _PARAMETERS,
-            call.q.pointer,
-            call.k.pointer,
-            call.v.pointer,
-            call.g.pointer,
-            call.beta.pointer,
-            call.scale,
-            call.out.pointer,
-            _pointer(call.A_log),
-            _pointer(call.dt_bias),
-            call.lower_bound,
-            _pointer(call.initial_state),
-            _STATE_KINDS[_dtype(call.initial_state)],
-            _pointer(call.final_state),
-            _STATE_KINDS[_dtype(call.final_state)],
-            _pointer(call.cu_seqlens),
-            _BOUND_BYTES[_dtype(call.cu_seqlens)],
-            call.num_sequences,
-            num_tokens,
-            num_heads,
-            launch.segment,
-            launch.num_slots,
-        )
+
+        # What segments leave for each other: states at their ends, and whether they are cut.
+        num_states = launch.num_slots * num_heads if launch.segment else 0
+        ends_bytes = num_states * _STATE_BYTES if launch.is_joined else 0
+        # A last segment may write its final state before the first has read the initial one.
+        copy_bytes = call.initial_state.num_bytes if in_place and launch.segment else 0
+        taken_bytes = _TAKEN_BYTES if launch.segment else 0
+        num_bytes = 2 * ends_bytes + copy_bytes + taken_bytes + num_states
+        with arrays.Workspace(num_bytes, stream_pointer) as workspace:
+            if copy_bytes:
+                initial_pointer = workspace.pointer + 2 * ends_bytes
+                workspace.copy(initial_pointer, final_pointer, copy_bytes)
+            ends = workspace.pointer, workspace.pointer + ends_bytes
+            taken = workspace.pointer + 2 * ends_bytes + copy_bytes
+            work = (
+                _pointer(call.cu_seqlens),
+                _BOUND_BYTES[_dtype(call.cu_seqlens)],
+                call.num_sequences,
+                num_tokens,
+                num_heads,
+                launch.segment,
+                launch.num_slots,
+                taken + taken_bytes,
+                taken,
+            )
+
+            def run(variant, grid, shared_bytes, layout, *parameters):
+                kernel = jit.kernel(variant.source, variant.entry, variant.defines, shared_bytes)
+                block = variant.num_threads
+                kernel(grid, block, shared_bytes, stream_pointer, layout, *parameters)
+
+            def scan(grid, which):
+                run(
+                    launch.variant,
+                    grid,
+                    launch.variant.shared_bytes,
+                    _PARAMETERS,
+                    call.q.pointer,
+                    call.k.pointer,
+                    call.v.pointer,
+                    call.g.pointer,
+                    call.beta.pointer,
+                    call.scale,
+                    call.out.pointer,
+                    _pointer(call.A_log),
+                    _pointer(call.dt_bias),
+                    call.lower_bound,
+                    initial_pointer,
+                    _STATE_KINDS[_dtype(call.initial_state)],
+                    final_pointer,
+                    _STATE_KINDS[_dtype(call.final_state)],
+                    *work,
+                    *ends,
+                    which,
+                )
+
+            if launch.segment:
+                run(
+                    plan.CUTS,
+                    launch.cuts_grid,
+                    0,
+                    _CUTS_PARAMETERS,
+                    call.g.pointer,
+                    call.k.pointer,
+                    _pointer(call.A_log),
+                    _pointer(call.dt_bias),
+                    call.lower_bound,
+                    *work,
+                )
+            if launch.is_joined:
+                scan(launch.ends_grid, _ENDS)
+                run(plan.CHAIN, launch.chain_grid, 0, _CHAIN_PARAMETERS, *work, *ends)
+                scan(launch.grid, _FORWARD)
+            else:
+                scan(launch.grid, _WHOLE)
 
 
 def _pointer(array: arrays.Array | None) -> int:

@@ -44,6 +44,8 @@ BF16_ROUNDING = 1.66e-3
 # Processes timed after the one that compiles.
 NUM_STARTS = 3
 SIGMOID_GIB = 1
+# Packed, so with cu_seqlens; of four heads.
+TINY_SHAPE = [8, 8]
 # What a new process does to have a result; it prints the clock then.
 FIRST_RESULT = """
 import time, cupy, cukda, ml_dtypes
@@ -90,12 +92,14 @@ def run(names: list[str], cases: dict, check: bool, result: dict) -> None:
 
 
 def run_extras(result: dict) -> None:
-    """Measure what is no case: how soon a new process has a result, and the sigmoid.
+    """Measure what is no case: how soon a new process has a result, what a call costs the host, and
+    the sigmoid.
 
-    Fills result["start_s"] and result["sigmoid"].
+    Fills result["start_s"], result["host_us"] and result["sigmoid"].
     """
     cold, *warm = _start_seconds(1 + NUM_STARTS)
     result["start_s"] = {"cold": round(cold, 2), "warm": round(statistics.median(warm), 2)}
+    result["host_us"] = round(_tiny_host_us(), 2)
     result["sigmoid"] = {"ms": round(_sigmoid_ms(), 4), "gib": SIGMOID_GIB}
 
 
@@ -118,6 +122,13 @@ def _start_seconds(count: int) -> list[float]:
             )
             seconds.append(float(done.stdout) - start)
     return seconds
+
+
+def _tiny_host_us() -> float:
+    """Median time that a warm call keeps the host, of a problem that takes the GPU next to none."""
+    call, _ = _call(_inputs(TINY_SHAPE, 4, "rand", "float32"), "float32", _torch_with_gpu())
+    call()
+    return _host_us([call] * 20)
 
 
 def _sigmoid_ms() -> float:

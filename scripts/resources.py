@@ -1,6 +1,7 @@
 """Registers, spills, stack, shared memory and compile time of every kernel; needs no GPU.
 
-Variants with wgmma have a row for sm_90a alone, which is what they can be compiled for.
+Variants with wgmma have a row for sm_90a alone, which is what they can be compiled for. The helpers
+of the main kernel have one form each.
 
 python scripts/resources.py [--arch sm_90a ...]
 """
@@ -20,8 +21,10 @@ def main() -> None:
     architectures = parser.parse_args().arch
 
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-    for variant in (*plan.variants(), *sigmoid_ext.VARIANTS):
-        needs_hopper = dict(variant.defines).get("WGMMA")
+    for variant in (*plan.variants(), plan.CUTS, plan.CHAIN, *sigmoid_ext.VARIANTS):
+        # What a helper is compiled with says nothing of it.
+        defines = {} if isinstance(variant, plan.Helper) else dict(variant.defines)
+        needs_hopper = defines.get("WGMMA")
         for arch in architectures:
             if needs_hopper and arch != "sm_90a":
                 continue
@@ -29,9 +32,9 @@ def main() -> None:
             compiled = jit.compile(variant.source, variant.defines, arch)
             seconds = time.perf_counter() - start
             found = compiled.resources[variant.entry]
-            dynamic_bytes = dict(variant.defines).get("SHARED_BYTES", 0)
+            dynamic_bytes = defines.get("SHARED_BYTES", 0)
             row = (
-                " ".join([variant.entry, *(f"{name}={value}" for name, value in variant.defines)]),
+                " ".join([variant.entry, *(f"{name}={value}" for name, value in defines.items())]),
                 arch,
                 found.registers,
                 found.spill_stores + found.spill_loads,

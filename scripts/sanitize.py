@@ -8,6 +8,7 @@ clean, or did not run. Needs a GPU, CuPy and compute-sanitizer (of the CUDA tool
 
 import argparse
 import concurrent.futures
+import os
 import re
 import subprocess
 import sys
@@ -21,23 +22,33 @@ import inputs  # noqa: E402
 from cukda import jit, plan  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
-# Tokens from one place where a sequence may be cut to the next: it is not, or as often as can be.
-SEGMENTS = (0, 64)
+# Tokens from one place where a sequence may be cut to the next, as often as can be, or 0: it is
+# not; and whether segments are joined where there is no cut.
+SEGMENT = 64
+SEGMENTS = ((0, False), (SEGMENT, False), (SEGMENT, True))
 # Several chunks, an empty sequence, tails, several cuts; with one block for all of it, enough for
 # every slot of every ring to come round.
-SEQ_LENS, HEADS, SLOW_HEAD, NUM_SMS = (40, 0, 250), 3, 2, 1
+SEQ_LENS, HEADS, NUM_SMS = (40, 0, 250), 6, 1
+# Heads whose gates never forget, and not from the first place of the last sequence to the second.
+SLOW_HEAD, HEAD_SLOW_AT_ONE = 2, 1
 LEFT_OUT = "left out"
 LIMIT_SECONDS = 300
-# Each holds a CUDA context and a sanitizer's shadow memory; the time is the host's.
-NUM_AT_ONCE = 4
+# The time is the host's.
+NUM_AT_ONCE = max(4, (os.cpu_count() or 0) - 2)
 
 
-def kernels() -> dict[str, tuple[plan.Variant, int]]:
-    """The kernel's variants by name, each with whole sequences and with cut ones."""
+def kernels() -> dict[str, tuple[plan.Variant, int, bool]]:
+    """The kernel's variants by name, each with whole sequences, with cut ones, and with segments
+    that are joined: what `hardware.force` takes.
+    """
     return {
-        f"{variant} segment={segment}": (variant, segment)
+        f"{variant} segment={segment}{' joined' if is_joined else ''}": (
+            variant,
+            segment,
+            is_joined,
+        )
         for variant in plan.variants()
-        for segment in SEGMENTS
+        for segment, is_joined in SEGMENTS
     }
 
 
@@ -47,9 +58,13 @@ def names() -> list[str]:
 
 
 def problem() -> dict:
-    """A call's inputs. One head's gate is too slow for its sequences to be cut."""
+    """A call's inputs. Of the last sequence one head is cut at all places, one at none, and one at
+    all but the second.
+    """
     case = inputs.make(SEQ_LENS, HEADS)
     case["dt_bias"][SLOW_HEAD] = -9
+    begin = sum(SEQ_LENS[:-1])
+    case["g"][:, begin + SEGMENT : begin + 2 * SEGMENT, HEAD_SLOW_AT_ONE] = -40
     return case
 
 
@@ -79,14 +94,13 @@ def compute(name: str) -> None:
                 cukda.sigmoid(given, out)
                 cukda.sigmoid_ext.sigmoid_tanh_fp32(given)
     else:
-        variant, segment = kernels()[name]
+        variant, segment, is_joined = kernels()[name]
         gpu = jit.gpu()
         if reason := why_not(variant, gpu):
             print(f"{LEFT_OUT}: {reason}")
         else:
             jit.gpu = lambda: gpu._replace(num_sms=NUM_SMS)
-            plan.variants = lambda: (variant,)
-            plan._segments = lambda *choice: iter((segment,))
+            hardware.force(setattr, variant, segment, is_joined)
             hardware.run(problem())
     cupy.cuda.runtime.deviceSynchronize()
 
@@ -138,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     with concurrent.futures.ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         lines = list(pool.map(lambda each: run(*each), runs))
     for (tool, name), line in zip(runs, lines, strict=True):
-        print(f"{tool:10} {name:57} {line}")
+        print(f"{tool:10} {name:64} {line}")
     return 0 if all(map(is_clean, lines)) else 1
 
 

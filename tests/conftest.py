@@ -4,6 +4,7 @@ import functools
 import os
 import sys
 
+import hardware
 import pytest
 
 from cukda import jit, plan
@@ -74,43 +75,46 @@ def torch():
 
 
 # Every variant with whole sequences; and, of those that a large GPU uses, with sequences cut as
-# often as they can be.
-KERNELS = [(variant, 0) for variant in plan.variants()]
-KERNELS += [(variant, 64) for variant in plan.variants() if variant.num_stages == 4]
+# often as they can be: the segment before goes on where there is no cut, or is joined.
+KERNELS = [(variant, 0, False) for variant in plan.variants()]
+KERNELS += [
+    (variant, 64, is_joined)
+    for variant in plan.variants()
+    if variant.shared_bytes > 99 * 1024
+    for is_joined in (False, True)
+]
 
 
-@pytest.fixture(params=KERNELS, ids=lambda kernel: f"{kernel[0]}-{kernel[1]}")
+def _kernel_name(kernel):
+    variant, segment, is_joined = kernel
+    return f"{variant}-{segment}{'-joined' if is_joined else ''}"
+
+
+@pytest.fixture(params=KERNELS, ids=_kernel_name)
 def variant(request, monkeypatch, cupy):
     """The test runs once for each variant of the kernel, whatever the plan would choose."""
     gpu = jit.gpu()
-    found, segment = request.param
+    found, segment, is_joined = request.param
     if found.shared_bytes > gpu.max_shared_bytes:
         pytest.skip(f"a block of this GPU has no more than {gpu.max_shared_bytes} shared bytes")
     if found.wgmma and not gpu.has_wgmma:
         pytest.skip("this GPU has no wgmma")
-    monkeypatch.setattr(plan, "variants", lambda: (found,))
-    monkeypatch.setattr(plan, "_segments", lambda *choice: iter((segment,)))
-    plan._choice.cache_clear()
-    yield found
-    plan._choice.cache_clear()
+    hardware.force(monkeypatch.setattr, found, segment, is_joined)
+    return found
 
 
 @pytest.fixture
 def cut_every(monkeypatch, cupy):
-    """A function that makes plans cut sequences every so many tokens; 0 leaves them whole. All
-    with one variant, so that cuts are what makes a difference.
+    """A function that makes plans cut sequences every so many tokens; 0 leaves them whole. Where
+    there is no cut the segment before goes on; is_joined: it is joined. All with one variant, so
+    that segments are what makes a difference.
     """
-    gpu = jit.gpu()
-    usable = [v for v in plan.variants() if v.wgmma == gpu.has_wgmma and v.v_rows == 128]
-    found = next(v for v in usable if v.shared_bytes <= gpu.max_shared_bytes)
-    monkeypatch.setattr(plan, "variants", lambda: (found,))
+    found = hardware.whole_head_variant()
 
-    def cut(segment):
-        monkeypatch.setattr(plan, "_segments", lambda *choice: iter((segment,)))
-        plan._choice.cache_clear()
+    def cut(segment, is_joined=False):
+        hardware.force(monkeypatch.setattr, found, segment, is_joined)
 
-    yield cut
-    plan._choice.cache_clear()
+    return cut
 
 
 @pytest.fixture

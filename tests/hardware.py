@@ -6,6 +6,8 @@ import numpy as np
 import oracle
 from inputs import BF16, TOKENS
 
+from cukda import jit, plan
+
 KERNELS = r"""
 // The sigmoid of the contract, one element a thread.
 extern "C" __global__ void sigmoid(const float* x, float* y, unsigned long long size) {
@@ -27,6 +29,23 @@ extern "C" __global__ void spin(long long clocks, const volatile int* flag) {
 
 # A tenth of a second, long beside any call here.
 LONG = 200_000_000
+# What a block may have of shared memory without asking: there is no room for one of ours beside it.
+SHARED_BYTES = 48 * 1024
+
+
+def force(replace, variant, segment, is_joined=False):
+    """Make every plan one of this variant, with sequences cut every `segment` tokens, or not (0).
+
+    replace: setattr, or a monkeypatch's, which takes it back.
+    """
+    replace(plan, "_choice", lambda shape, gpu: (variant, segment, is_joined))
+
+
+def whole_head_variant():
+    """The variant of this GPU whose blocks have all 128 rows of V."""
+    gpu = jit.gpu()
+    usable = [v for v in plan.variants() if v.wgmma == gpu.has_wgmma and v.v_rows == 128]
+    return next(v for v in usable if v.shared_bytes <= gpu.max_shared_bytes)
 
 
 @functools.cache
@@ -47,12 +66,13 @@ def sigmoid(x):
     return y
 
 
-def spin(stream_pointer, clocks=LONG):
+def spin(stream_pointer, clocks=LONG, num_blocks=1, shared_bytes=0):
     """Keep a stream busy; does not wait for it."""
     import cupy
 
     with cupy.cuda.Stream.from_external(Stream(stream_pointer)):
-        kernel("spin")((1,), (1,), (np.int64(clocks), np.uint64(0)))
+        arguments = np.int64(clocks), np.uint64(0)
+        kernel("spin")((num_blocks,), (1,), arguments, shared_mem=shared_bytes)
 
 
 class Stream:

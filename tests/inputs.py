@@ -27,6 +27,7 @@ def make(seq_lens, heads, gate="rand", seed=0, xp=np, batch=None, rng=None):
     gate "rand": q, k standard normal, L2-normalised; v, g, beta standard normal; A_log, dt_bias
     uniform in [0, 1); initial state 0.1 · standard normal, float32.
     gate "slow": A_log = 0, dt_bias = −9 on even channels and −2 on odd ones.
+    gate "half": even heads are rand, odd ones slow.
     gate "collinear": one key a head for all tokens, q = k, g = −12, beta = 8, A_log = dt_bias = 0,
     initial state 0.
     """
@@ -53,17 +54,18 @@ def make(seq_lens, heads, gate="rand", seed=0, xp=np, batch=None, rng=None):
     A_log = rng.random(heads, dtype=np.float32)
     dt_bias = rng.random((heads, HEAD_DIM), dtype=np.float32)
     initial_state = normal(num_seqs, heads, HEAD_DIM, HEAD_DIM) * np.float32(0.1)
-    if gate == "slow":
-        A_log[:] = 0
-        dt_bias[:, 0::2] = -9
-        dt_bias[:, 1::2] = -2
+    if gate in ("slow", "half"):
+        slow = slice(None) if gate == "slow" else slice(1, None, 2)
+        A_log[slow] = 0
+        dt_bias[slow, 0::2] = -9
+        dt_bias[slow, 1::2] = -2
     elif gate == "collinear":
         k[:] = unit(normal(heads, HEAD_DIM))
         q[:] = k
         g[:], beta[:] = -12, 8
         A_log[:], dt_bias[:], initial_state[:] = 0, 0, 0
     elif gate != "rand":
-        raise ValueError(f"gate: expected rand, slow or collinear, got {gate}")
+        raise ValueError(f"gate: expected rand, slow, half or collinear, got {gate}")
 
     return {
         **{n: xp.asarray(bf16(x)) for n, x in zip(TOKENS, (q, k, v, g, beta), strict=True)},

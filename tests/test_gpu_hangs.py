@@ -74,6 +74,14 @@ def busy_gpu():
     assert same((out, final_state), want)
 
 
+def many_segments():
+    """Long chains of segments, beside sequences of one."""
+    twice(inputs.make([20000, *[1] * 100, 20000], 2, "half", seed=94))
+
+
+CALLS = (all_zero, long_tail, busy_gpu, many_segments)
+
+
 def twice(case):
     first, second = hardware.run(case), hardware.run(case)
     assert same(first, second)
@@ -84,11 +92,12 @@ def same(got, want):
     return all(hardware.same_bits(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("call", [all_zero, long_tail, busy_gpu], ids=lambda f: f.__name__)
-def test_ends(call):
+@pytest.mark.parametrize("segments", ["planned", "joined"])
+@pytest.mark.parametrize("call", CALLS, ids=lambda f: f.__name__)
+def test_ends(call, segments):
     paths = [str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, str(HERE), call.__name__],
+        [sys.executable, str(HERE), call.__name__, segments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         timeout=LIMIT_SECONDS,
         capture_output=True,
@@ -98,4 +107,7 @@ def test_ends(call):
 
 
 if __name__ == "__main__":
-    {f.__name__: f for f in (all_zero, long_tail, busy_gpu)}[sys.argv[1]]()
+    name, segments = sys.argv[1:]
+    if segments == "joined":
+        hardware.force(setattr, hardware.whole_head_variant(), 64, True)
+    {f.__name__: f for f in CALLS}[name]()

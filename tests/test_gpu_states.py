@@ -63,7 +63,7 @@ def test_mixes(initial, final, batch):
 def test_in_place(dtype, batch, variant):
     import cukda
 
-    case = make((70,) if batch else (33, 0, 64, 5), batch)
+    case = make((170,) if batch else (33, 0, 170, 5), batch, "half")
     case["initial_state"] = case["initial_state"].astype(DTYPES[dtype])
     want_out, want_state = hardware.run(case, dtype)
     call = hardware.upload(case)

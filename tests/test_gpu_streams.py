@@ -1,7 +1,11 @@
-"""Order on streams, CUDA graphs, the same bits every run, the current device."""
+"""Order on streams, CUDA graphs, threads, the same bits every run, the current device."""
 
 import concurrent.futures
 import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import hardware
 import inputs
@@ -9,11 +13,19 @@ import numpy as np
 import pytest
 from inputs import TOKENS
 
+from cukda import arrays as cukda_arrays
+from cukda import jit, plan
+
 pytestmark = pytest.mark.gpu
+
+HERE = Path(__file__).resolve()
+LIMIT_SECONDS = 120
+SEGMENT = 64
 
 
 def make(seed=60, seq_lens=(700, 0, 260, 64)):
-    return inputs.make(seq_lens, 4, seed=seed)
+    """Heads that forget, and heads that do not: with cuts and with joins."""
+    return inputs.make(seq_lens, 4, "half", seed=seed)
 
 
 def call(case, out, final_state, **options):
@@ -141,6 +153,34 @@ def library(request, cupy, torch):
     return request.param()
 
 
+@pytest.fixture(params=["planned", "joined"])
+def segments(request, cut_every):
+    """Calls as they are planned; and of four launches that share memory of the pool."""
+    if request.param == "joined":
+        cut_every(SEGMENT, is_joined=True)
+
+
+@pytest.fixture
+def forget_pool(monkeypatch, cupy):
+    """A function after which there are no pools of CUDA memory, until a call makes one; returns
+    those there are, by device.
+    """
+    forgotten = []
+
+    def forget():
+        pools = {}
+        monkeypatch.setattr(cukda_arrays, "_memory_pools", pools)
+        forgotten.append(pools)
+        return pools
+
+    yield forget
+    runtime = cupy.cuda.runtime
+    runtime.deviceSynchronize()
+    for pools in forgotten:
+        for pool in pools.values():
+            runtime.memPoolDestroy(pool)
+
+
 @pytest.fixture(params=["current", "pointer", "torch", "cupy"])
 def given_stream(request, library, torch, cupy):
     """A side stream, and how a call is told of it: (stream, context manager, options)."""
@@ -156,6 +196,7 @@ def given_stream(request, library, torch, cupy):
     return stream, contextlib.nullcontext(), {"stream": other}
 
 
+@pytest.mark.usefixtures("segments")
 def test_producer_and_consumer(library, given_stream):
     """Inputs come late on the caller's stream, the result is read on it, and the call returns
     before any of it has happened.
@@ -187,6 +228,7 @@ def test_producer_and_consumer(library, given_stream):
     assert_same(copies, want)
 
 
+@pytest.mark.usefixtures("segments")
 def test_inputs_freed_after_the_call(library):
     """The call's stream is far behind when the inputs' memory goes to other arrays."""
     case = make()
@@ -208,6 +250,7 @@ def test_inputs_freed_after_the_call(library):
     assert_same((out, final_state), want)
 
 
+@pytest.mark.usefixtures("segments")
 def test_inputs_freed_after_a_call_on_another_stream(library):
     """The allocators give memory back to their own stream, where nothing waits for the call."""
     case = make()
@@ -230,6 +273,7 @@ def test_inputs_freed_after_a_call_on_another_stream(library):
     assert_same((out, final_state), want)
 
 
+@pytest.mark.usefixtures("segments")
 def test_torch_inputs_and_cupy_outputs(torch, cupy):
     """Each library's current stream: the inputs come late on one, the other reads the result."""
     case = make()
@@ -272,15 +316,20 @@ class Graph:
                 yield
                 self.graph = self.stream.end_capture()
 
-    def replay(self):
-        self.library.wait()
+    def launch(self):
         if isinstance(self.library, Torch):
-            self.graph.replay()
+            with self.library.use(self.stream):
+                self.graph.replay()
         else:
             self.graph.launch(stream=self.stream)
+
+    def replay(self):
+        self.library.wait()
+        self.launch()
         self.library.wait()
 
 
+@pytest.mark.usefixtures("segments")
 def test_graph_follows_its_inputs(library):
     """New values in every input, cu_seqlens too, and the same N and T."""
     first, second = make(61), make(62, (3, 500, 500, 21))
@@ -300,6 +349,7 @@ def test_graph_follows_its_inputs(library):
         assert_same((out, final_state), expected(case))
 
 
+@pytest.mark.usefixtures("segments")
 def test_graph_of_two_calls(library):
     """The second call goes on from the state that the first leaves, in place."""
     first, second = make(64), make(65)
@@ -326,6 +376,7 @@ def test_graph_of_two_calls(library):
         assert hardware.same_bits(state, carried)
 
 
+@pytest.mark.usefixtures("segments")
 def test_graph_that_allocates_its_out(torch):
     """With torch, whose graphs own a memory pool."""
     import cukda
@@ -345,12 +396,188 @@ def test_graph_that_allocates_its_out(torch):
     assert hardware.same_bits(out, hardware.run(second, state=None)[0])
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_graph_without_a_pool(library, cut_every, forget_pool, is_joined, in_place):
+    """Kernels are there, and no pool can be made during a capture: the graph has memory of its own.
+    A pool that a call makes later changes nothing for it.
+    """
+    cut_every(SEGMENT, is_joined)
+    first, second = make(72), make(73, (3, 500, 500, 21))
+    want, want_of_second = expected(first), expected(second)
+    pools = forget_pool()
+    static = library.case(first)
+    out, final_state = library.nans(first)
+    if in_place:
+        final_state = static["initial_state"]
+    graph = Graph(library)
+    library.wait()
+    with graph.capture():
+        call(static, out, final_state)
+
+    def check(work, case, want_of_case):
+        fill(library, static, case)
+        library.spoil(out)
+        if not in_place:
+            library.spoil(final_state)
+        work()
+        assert_same((out, final_state), want_of_case)
+
+    for case, want_of_case in (first, want), (second, want_of_second), (first, want):
+        check(graph.replay, case, want_of_case)
+    assert pools == {}
+    # Plain calls, and graphs that are captured by then, go on beside it.
+    check(lambda: call(static, out, final_state), second, want_of_second)
+    assert len(pools) == 1
+    other = Graph(library)
+    library.wait()
+    with other.capture():
+        call(static, out, final_state)
+    for case, want_of_case in (first, want), (second, want_of_second):
+        for each in other, graph:
+            check(each.replay, case, want_of_case)
+    assert len(pools) == 1
+
+
+@pytest.mark.parametrize("library_name", ["torch", "cupy"])
+def test_first_call_of_a_process_is_captured(library_name, torch):
+    """Its kernels have been compiled and loaded, but none of them has run, and there is no pool."""
+    paths = [str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, str(HERE), library_name],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        timeout=LIMIT_SECONDS,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def capture_first(library):
+    case = make(74)
+    static, (out, final_state) = library.case(case), library.nans(case)
+    variant = hardware.whole_head_variant()
+    hardware.force(setattr, variant, SEGMENT, True)
+    for kernel, shared_bytes in (variant, variant.shared_bytes), (plan.CUTS, 0), (plan.CHAIN, 0):
+        jit.kernel(kernel.source, kernel.entry, kernel.defines, shared_bytes)
+    library.wait()
+    graph = Graph(library)
+    with graph.capture():
+        call(static, out, final_state)
+    assert cukda_arrays._memory_pools == {}
+    graph.replay()
+    got = [hardware.host(x) for x in (out, final_state)]
+    assert_same(got, expected(case))
+    library.spoil(out)
+    graph.replay()
+    assert_same((out, final_state), got)
+
+
+def test_graphs_in_turns_and_at_once(library, cut_every):
+    """Each has memory of its own: two of one shape, one of another, one with states in place."""
+    cut_every(SEGMENT, is_joined=True)
+    cases = [make(75), make(76), make(77, (300, 900)), make(78)]
+    wants = [expected(case) for case in cases]
+    statics = [library.case(case) for case in cases]
+    outputs = [library.nans(case) for case in cases]
+    in_place = 3
+    outputs[in_place] = outputs[in_place][0], statics[in_place]["initial_state"]
+    graphs = [Graph(library) for _ in cases]
+    library.wait()
+    for graph, static, results in zip(graphs, statics, outputs, strict=True):
+        with graph.capture():
+            call(static, *results)
+
+    def prepare():
+        fill(library, statics[in_place], cases[in_place])
+        for out, final_state in outputs[:in_place]:
+            library.spoil(out)
+            library.spoil(final_state)
+        library.wait()
+
+    def check():
+        library.wait()
+        for results, want in zip(outputs, wants, strict=True):
+            assert_same(results, want)
+
+    for _ in range(3):
+        prepare()
+        for graph in graphs:
+            graph.replay()
+        check()
+        # On their own streams, with plain calls on another beside them.
+        prepare()
+        for graph in graphs:
+            graph.launch()
+        plain = library.nans(cases[0])
+        call(statics[0], *plain)
+        check()
+        assert_same(plain, wants[0])
+    # What one leaves free is the others' no less.
+    first = graphs.pop(0)
+    del first, graph
+    prepare()
+    for graph in graphs:
+        graph.launch()
+    library.wait()
+    for results, want in zip(outputs[1:], wants[1:], strict=True):
+        assert_same(results, want)
+
+
+def test_calls_on_two_streams_at_once(library, cut_every):
+    """The first one's launches are held up while the second takes memory, and gives it back."""
+    cut_every(SEGMENT, is_joined=True)
+    cases = [make(79), make(80)]
+    wants = [expected(case) for case in cases]
+    statics = [library.case(case) for case in cases]
+    for _ in range(3):
+        outputs = [library.nans(case) for case in cases]
+        streams = [library.stream(), library.stream()]
+        library.wait()
+        hardware.spin(library.pointer(streams[0]))
+        for static, results, stream in zip(statics, outputs, streams, strict=True):
+            for _ in range(2):
+                call(static, *results, stream=stream)
+        was_done = library.is_done(streams[0])
+        library.wait()
+        assert not was_done, "the second came too late to tell"
+        for results, want in zip(outputs, wants, strict=True):
+            assert_same(results, want)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_first_call_of_a_pool_does_not_wait(library, cut_every, forget_pool, in_place):
+    """Nor does one that makes the pool grow."""
+    cut_every(SEGMENT, is_joined=True)
+    cases = [make(81), make(82, (3000, 0, 2000, 64))]
+    wants = [expected(case) for case in cases]
+    statics = [library.case(case) for case in cases]
+    outputs = [library.nans(case) for case in cases]
+    if in_place:
+        outputs = [
+            (out, static["initial_state"])
+            for (out, _), static in zip(outputs, statics, strict=True)
+        ]
+    forget_pool()
+    stream = library.stream()
+    library.wait()
+    hardware.spin(library.pointer(stream))
+    for static, results in zip(statics, outputs, strict=True):
+        call(static, *results, stream=stream)
+    was_done = library.is_done(stream)
+    library.wait()
+    assert not was_done, "the call waited for the GPU"
+    for results, want in zip(outputs, wants, strict=True):
+        assert_same(results, want)
+
+
 def in_a_new_thread(function):
     """Run it as the first CUDA work of a thread; raises what it raises."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
         pool.submit(function).result()
 
 
+@pytest.mark.usefixtures("segments")
 def test_first_work_of_a_thread(library):
     """The thread has no context yet, and everything is compiled and allocated."""
     case = make()
@@ -361,6 +588,29 @@ def test_first_work_of_a_thread(library):
     in_a_new_thread(lambda: call(static, out, final_state))
     library.wait()
     assert_same((out, final_state), want)
+
+
+def test_threads_at_once(library, cut_every, forget_pool):
+    """Each with a stream and arrays of its own, and one pool for all, which they make."""
+    cut_every(SEGMENT, is_joined=True)
+    cases = [make(83), make(84, (500, 500)), make(85, (1024,))]
+    wants = [expected(case) for case in cases]
+    statics = [library.case(case) for case in cases]
+    outputs = [library.nans(case) for case in cases]
+    streams = [library.stream() for _ in cases]
+    pools = forget_pool()
+    library.wait()
+
+    def work(static, results, stream):
+        for _ in range(20):
+            call(static, *results, stream=stream)
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=len(cases)) as pool:
+        list(pool.map(work, statics, outputs, streams))
+    library.wait()
+    assert len(pools) == 1
+    for results, want in zip(outputs, wants, strict=True):
+        assert_same(results, want)
 
 
 def test_first_work_of_a_thread_is_a_sigmoid(library):
@@ -374,6 +624,7 @@ def test_first_work_of_a_thread_is_a_sigmoid(library):
     assert_same([out], [hardware.host(want)])
 
 
+@pytest.mark.usefixtures("segments")
 @pytest.mark.parametrize("kind", ["batch", "mixed", "short", "many heads"])
 def test_same_bits_every_run(kind, cupy):
     case = {
@@ -394,6 +645,7 @@ def test_same_bits_every_run(kind, cupy):
         assert_same((out, final_state), want)
 
 
+@pytest.mark.usefixtures("segments")
 def test_current_device_is_kept(library, cupy, torch):
     devices = range(cupy.cuda.runtime.getDeviceCount())
     case = make()
@@ -415,3 +667,7 @@ def test_current_device_is_kept(library, cupy, torch):
             assert_same((out, final_state), want)
     finally:
         torch.cuda.set_device(0)
+
+
+if __name__ == "__main__":
+    capture_first({"torch": Torch, "cupy": CuPy}[sys.argv[1]]())

@@ -23,7 +23,8 @@ REGISTERS_PER_BLOCK = 65536
 REGISTER_UNIT = 8
 MAX_SECONDS = 10
 
-VARIANTS = (*plan.variants(), *sigmoid_ext.VARIANTS)
+HELPERS = (plan.CUTS, plan.CHAIN)
+VARIANTS = (*plan.variants(), *HELPERS, *sigmoid_ext.VARIANTS)
 # wgmma is an instruction of Hopper's alone.
 COMPILED = [
     (variant, arch)
@@ -56,13 +57,14 @@ def planned(arch: str) -> set:
 
 def fits(variant, arch: str, static_bytes: int) -> bool:
     """Whether a GPU of this architecture can have a block of the variant."""
-    dynamic_bytes = dict(variant.defines).get("SHARED_BYTES", 0)
+    dynamic_bytes = variant.shared_bytes if isinstance(variant, plan.Variant) else 0
     return static_bytes + dynamic_bytes <= SHARED_BYTES[arch]
 
 
-def check_registers(allocated: int, defines: dict[str, int]) -> None:
+def check_registers(allocated: int, variant) -> None:
     """Of a thread at the launch, and once the consumers have what the others give up."""
-    num_threads = defines["NUM_THREADS"]
+    defines = dict(variant.defines)
+    num_threads = variant.num_threads if variant in HELPERS else defines["NUM_THREADS"]
     assert allocated * num_threads <= REGISTERS_PER_BLOCK
     if defines.get("WGMMA"):
         num_consumers = defines["V_ROWS"] // 16
@@ -87,9 +89,9 @@ def test_no_spills_and_fits(variant, arch):
         assert found.spill_stores == found.spill_loads == 0
         assert found.stack_bytes == 0
     else:
-        assert variant not in planned(arch) and variant not in sigmoid_ext.VARIANTS
+        assert variant in plan.variants() and variant not in planned(arch)
     allocated = -(-found.registers // REGISTER_UNIT) * REGISTER_UNIT
-    check_registers(allocated, dict(variant.defines))
+    check_registers(allocated, variant)
     # As of wgmma instructions that wait for each other.
     assert not re.findall(r".*(?:Performance Loss|wgmma.*serialized).*", compiled.log)
     assert seconds < MAX_SECONDS

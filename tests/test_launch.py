@@ -1,17 +1,19 @@
 """The host's half of a launch against the kernel's: the parameters' order, types and values.
 
 The compiled binary says where each parameter lies and how large it is; a fake CuPy takes the bytes
-that would have gone to the driver.
+that would have gone to the driver, and hands out addresses where nothing is.
 """
 
 import dataclasses
+import itertools
 import re
 import struct
 import types
 
+import hardware
 import numpy as np
 import pytest
-from test_jit import FakeCuPy
+from test_jit import CUDARuntimeError, FakeCuPy
 
 import cukda
 from cukda import arrays, jit, kda, plan, sigmoid_ext
@@ -40,9 +42,21 @@ ARRAYS = {
 def parameters_of(cubin: bytes, entry: str) -> list[tuple[int, int]]:
     """(offset, bytes) of each parameter of a kernel, in its order.
 
-    They stand in the section .nv.info.<entry> as records of 12 bytes, EIATTR_KPARAM_INFO: index,
-    ordinal, offset, and the size above 18 bits of other things.
+    Records of EIATTR_KPARAM_INFO: index, ordinal, offset, and the size above 18 bits of other
+    things.
     """
+    found = records_of(cubin, entry, kind=0x17, layout="<IHHI")
+    return [(offset, flags >> 18) for _, _, offset, flags in sorted(found, key=lambda r: r[1])]
+
+
+def most_threads_of(cubin: bytes, entry: str) -> int:
+    """The most that a block of a kernel may have: EIATTR_MAX_THREADS."""
+    ((x, y, z),) = records_of(cubin, entry, kind=0x05, layout="<III")
+    return x * y * z
+
+
+def records_of(cubin: bytes, entry: str, kind: int, layout: str) -> list[tuple]:
+    """What the section .nv.info.<entry> has of that kind, in records of 12 bytes."""
     (headers,) = struct.unpack_from("<Q", cubin, 0x28)
     header_bytes, num_headers, names_idx = struct.unpack_from("<HHH", cubin, 0x3A)
 
@@ -55,12 +69,11 @@ def parameters_of(cubin: bytes, entry: str) -> list[tuple[int, int]]:
     _, names = section(names_idx)
     wanted = names.index(b"\0.nv.info." + entry.encode() + b"\0") + 1
     (info,) = (body for name, body in map(section, range(num_headers)) if name == wanted)
-    record = b"\x04\x17\x0c\x00"
-    found = [
-        struct.unpack_from("<IHHI", info, match.end())
+    record = bytes((0x04, kind, 0x0C, 0x00))
+    return [
+        struct.unpack_from(layout, info, match.end())
         for match in re.finditer(re.escape(record), info)
     ]
-    return [(offset, flags >> 18) for _, _, offset, flags in sorted(found, key=lambda r: r[1])]
 
 
 def parameters_in(layout: struct.Struct) -> list[tuple[int, int]]:
@@ -87,6 +100,14 @@ SMALLEST = plan.variants()[-1]
         pytest.param(SMALLEST, kda._PARAMETERS, "sm_90a", id="kda, smallest-sm_90a"),
         pytest.param(SMALLEST, kda._PARAMETERS, "sm_80", id="kda, smallest-sm_80"),
         *(
+            pytest.param(helper, layout, arch, id=f"{helper.entry}-{arch}")
+            for helper, layout in (
+                (plan.CUTS, kda._CUTS_PARAMETERS),
+                (plan.CHAIN, kda._CHAIN_PARAMETERS),
+            )
+            for arch in ("sm_90a", "sm_80")
+        ),
+        *(
             pytest.param(
                 sigmoid_ext.VARIANTS[0], sigmoid_ext._PARAMETERS, arch, id=f"sigmoid-{arch}"
             )
@@ -98,6 +119,17 @@ def test_layout_is_that_of_the_binary(variant, layout, arch):
     compiled = jit.compile(variant.source, variant.defines, arch)
     assert parameters_of(compiled.cubin, variant.entry) == parameters_in(layout)
     assert layout.size == sum(parameters_in(layout)[-1])
+
+
+@pytest.mark.parametrize("kernel", [WGMMA, SMALLEST, plan.CUTS, plan.CHAIN], ids=str)
+def test_blocks_are_as_large_as_the_binary_is_for(kernel):
+    compiled = jit.compile(kernel.source, kernel.defines, "sm_90a")
+    assert most_threads_of(compiled.cubin, kernel.entry) == kernel.num_threads
+
+
+def test_a_block_of_the_chain_has_as_many_rows_as_the_source_says():
+    source = (jit.source_dir() / plan.CHAIN.source).read_text(encoding="utf-8")
+    assert re.findall(r"\bchain_rows = (\d+)", source) == [str(plan._CHAIN_ROWS)]
 
 
 def signature(source: str, entry: str) -> list[str]:
@@ -114,17 +146,134 @@ def enum(name: str) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(\w+) = (\d+)", body)}
 
 
+def test_passes_are_those_of_the_kernel():
+    assert enum("Pass") == {"Whole": kda._WHOLE, "Ends": kda._ENDS, "Forward": kda._FORWARD}
+
+
+LAYOUTS = {
+    "kda_fwd": ("kda_fwd.cu", kda._PARAMETERS),
+    "kda_cuts": ("cuts.cu", kda._CUTS_PARAMETERS),
+    "kda_chain": ("chain.cu", kda._CHAIN_PARAMETERS),
+}
+STATE_BYTES = 4 * D * D
+FIRST_POOL = 0x900_1
+
+
+@dataclasses.dataclass
+class Launch:
+    """Of a kernel, as the driver has it."""
+
+    entry: str
+    grid: int
+    block: int
+    shared_bytes: int
+    stream: int
+    packed: bytes
+
+    @property
+    def values(self) -> dict:
+        """What the kernel would read, by its parameters' names."""
+        source, layout = LAYOUTS[self.entry]
+        values = struct.unpack(layout.format, self.packed)
+        return dict(zip(signature(source, self.entry), values, strict=True))
+
+
+@dataclasses.dataclass
+class Memory:
+    """Stream-ordered: from `taken` to `freed`, places in what the stream is given to do. pool: None
+    where the device's own has it.
+    """
+
+    pointer: int
+    num_bytes: int
+    pool: int | None
+    stream: int
+    taken: int
+    freed: int | None = None
+
+
+class FakeGpu(FakeCuPy):
+    """A GPU of which only the driver's end is there. `work` has what streams are given, in order:
+    launches and (to, from, bytes, stream) of copies; `pools` what each was made with, `settings`
+    what they were told.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.entries, self.work, self.memory, self.pools, self.settings = [], [], [], [], []
+        self.out_of_memory = self.is_capturing = False
+        runtime = self.cuda.runtime
+        runtime.setDevice = lambda device: None
+        runtime.cudaMemPoolAttrReleaseThreshold = 4
+        runtime.memcpyDeviceToDevice = 3
+        runtime.MemPoolProps = lambda *fields: fields
+        runtime.memPoolCreate = self._make_pool
+        runtime.memPoolSetAttribute = lambda *setting: self.settings.append(setting)
+        runtime.mallocFromPoolAsync = self._take_from_pool
+        runtime.mallocAsync = lambda num_bytes, stream: self._take(num_bytes, None, stream)
+        runtime.streamIsCapturing = self._is_capturing
+        runtime.freeAsync = self._free
+        runtime.memcpyAsync = self._copy
+        self.cuda.get_current_stream = lambda device: types.SimpleNamespace(ptr=STREAM)
+
+    @property
+    def launches_of(self) -> list[Launch]:
+        return [each for each in self.work if isinstance(each, Launch)]
+
+    def _function(self, entry):
+        self.entries.append(entry)
+        return types.SimpleNamespace(ptr=len(self.entries) - 1)
+
+    def _launch(self, function, *sizes_and_stream):
+        super()._launch(function, *sizes_and_stream)
+        _, *grid, block, y, z, shared_bytes, stream, packed = self.launches[-1]
+        assert grid[1:] == [1, 1] and (y, z) == (1, 1)
+        entry = self.entries[function]
+        self.work.append(Launch(entry, grid[0], block, shared_bytes, stream, packed))
+
+    def _is_capturing(self, stream):
+        assert stream == STREAM
+        return self.is_capturing
+
+    def _make_pool(self, props):
+        assert not self.is_capturing, "CUDA would refuse"
+        self.pools.append(props)
+        return FIRST_POOL + len(self.pools) - 1
+
+    def _take_from_pool(self, num_bytes, pool, stream):
+        assert pool - FIRST_POOL in range(len(self.pools))
+        return self._take(num_bytes, pool, stream)
+
+    def _take(self, num_bytes, pool, stream):
+        if self.out_of_memory:
+            raise OutOfMemory
+        pointer = 0x7F80_0000_0000 + len(self.memory) * 2**40
+        self.memory.append(Memory(pointer, num_bytes, pool, stream, len(self.work)))
+        return pointer
+
+    def _free(self, pointer, stream):
+        (memory,) = (m for m in self.memory if m.pointer == pointer and m.freed is None)
+        assert stream == memory.stream
+        memory.freed = len(self.work)
+
+    def _copy(self, to, begin, num_bytes, kind, stream):
+        assert kind == self.cuda.runtime.memcpyDeviceToDevice
+        self.work.append((to, begin, num_bytes, stream))
+
+
+class OutOfMemory(CUDARuntimeError):
+    status = 2
+
+
 @pytest.fixture
 def fake(monkeypatch):
-    """A GPU of which only the driver's end of a launch is there."""
-    fake = FakeCuPy()
-    fake.cuda.runtime.setDevice = lambda device: None
-    fake.cuda.get_current_stream = lambda device: types.SimpleNamespace(ptr=STREAM)
+    fake = FakeGpu()
     monkeypatch.setattr(jit, "import_cupy", lambda: fake)
     monkeypatch.setattr(jit, "_kernels", {})
     monkeypatch.setattr(jit, "gpu", lambda: H200)
     monkeypatch.setattr(arrays, "import_cupy", lambda: fake)
     monkeypatch.setattr(arrays, "view", lambda name, array, stream=None: array)
+    monkeypatch.setattr(arrays, "_memory_pools", {})
     return fake
 
 
@@ -145,17 +294,11 @@ def arguments(num_tokens=T, **dtypes):
     return call
 
 
-def launched(fake) -> tuple:
-    """Of the only launch: the grid, the block, shared bytes, the stream, the packed bytes."""
-    ((_, *grid, block, y, z, shared_bytes, stream, packed),) = fake.launches
-    assert grid[1:] == [1, 1] and (y, z) == (1, 1)
-    return grid[0], block, shared_bytes, stream, packed
-
-
-def unpacked(packed: bytes) -> dict:
-    """What kda_fwd would read, by its parameters' names."""
-    values = struct.unpack(kda._PARAMETERS.format, packed)
-    return dict(zip(signature("kda_fwd.cu", "kda_fwd"), values, strict=True))
+def launched(fake) -> Launch:
+    """The only launch, with no memory taken beside."""
+    (launch,) = fake.work
+    assert fake.memory == []
+    return launch
 
 
 STATES = [None, "bfloat16", "float32"]
@@ -179,93 +322,348 @@ def test_fwd_packs_what_the_kernel_reads(fake, initial_state, final_state, cu_se
     expected = plan.plan(plan.Shape(num_sequences, T, H, cu_seqlens is not None), H200)
     kinds = enum("StateKind")
     kind_of = {None: kinds["None"], "bfloat16": kinds["BF16"], "float32": kinds["FP32"]}
-    want = {name: 0 if call[name] is None else ARRAYS[name][0] for name in ARRAYS} | {
-        "scale": 0.25,
-        "lower_bound": -2.5,
-        "initial_kind": kind_of[initial_state],
-        "final_kind": kind_of[final_state],
-        "cu_seqlens_bytes": {None: 0, "int32": 4, "int64": 8}[cu_seqlens],
+    nowhere = {"cuts": 0, "taken": 0, "locals": 0, "transfers": 0}
+    want = (
+        {name: 0 if call[name] is None else ARRAYS[name][0] for name in ARRAYS}
+        | nowhere
+        | {
+            "scale": 0.25,
+            "lower_bound": -2.5,
+            "initial_kind": kind_of[initial_state],
+            "final_kind": kind_of[final_state],
+            "cu_seqlens_bytes": {None: 0, "int32": 4, "int64": 8}[cu_seqlens],
+            "num_sequences": num_sequences,
+            "num_tokens": T,
+            "num_heads": H,
+            "segment": 0,
+            "num_slots": num_sequences,
+            "pass": kda._WHOLE,
+        }
+    )
+    launch, variant = launched(fake), expected.variant
+    assert launch.values == want
+    sizes = launch.grid, launch.block, launch.shared_bytes
+    assert sizes == (expected.grid, variant.num_threads, variant.shared_bytes)
+    assert fake.attributes == [(fake.entries.index("kda_fwd"), 8, variant.shared_bytes)]
+    assert launch.stream == STREAM
+
+
+def planned(num_sequences, num_tokens, cu_seqlens, in_place=False) -> plan.Plan:
+    shape = plan.Shape(num_sequences, num_tokens, H, cu_seqlens is not None, in_place)
+    return plan.plan(shape, H200)
+
+
+# What is launched, by whether anything is cut and whether segments are joined.
+ORDER = {
+    (False, False): ["kda_fwd"],
+    (True, False): ["kda_cuts", "kda_fwd"],
+    (True, True): ["kda_cuts", "kda_fwd", "kda_chain", "kda_fwd"],
+}
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, "int32"])
+@pytest.mark.parametrize("num_tokens", [0, T, 1024, 8192, 100_000])
+def test_fwd_launches_what_is_planned(fake, num_tokens, cu_seqlens):
+    given = {"initial_state": None, "final_state": None, "cu_seqlens": cu_seqlens}
+    cukda.fwd(**arguments(num_tokens, **given))
+    num_sequences = 1 if cu_seqlens is None else N
+    expected = planned(num_sequences, num_tokens, cu_seqlens)
+    assert (expected.segment > 0) == (num_tokens >= 1024)
+    assert [each.entry for each in fake.work] == ORDER[expected.segment > 0, expected.is_joined]
+
+    grids = {
+        "kda_cuts": [expected.cuts_grid],
+        "kda_fwd": [expected.ends_grid, expected.grid][not expected.is_joined :],
+        "kda_chain": [expected.chain_grid],
+    }
+    want = {
         "num_sequences": num_sequences,
-        "num_tokens": T,
+        "num_tokens": num_tokens,
         "num_heads": H,
         "segment": expected.segment,
         "num_slots": expected.num_slots,
     }
-    grid, block, shared_bytes, stream, packed = launched(fake)
-    assert unpacked(packed) == want
-    assert (grid, block, shared_bytes) == (expected.grid, expected.block, expected.shared_bytes)
-    assert fake.attributes == [(1234, 8, expected.shared_bytes)]
-    assert stream == STREAM
+    for launch in fake.work:
+        assert want.items() <= launch.values.items()
+        assert launch.grid == grids[launch.entry].pop(0) and launch.stream == STREAM
+        kernel = {"kda_cuts": plan.CUTS, "kda_chain": plan.CHAIN}.get(launch.entry)
+        sizes = launch.block, launch.shared_bytes
+        if kernel:
+            assert sizes == (kernel.num_threads, 0)
+        else:
+            assert sizes == (expected.variant.num_threads, expected.variant.shared_bytes)
 
 
-@pytest.mark.parametrize("cu_seqlens", [None, "int32"])
-@pytest.mark.parametrize("num_tokens", [0, T, 8192, 100_000])
-def test_fwd_packs_where_sequences_may_be_cut(fake, num_tokens, cu_seqlens):
-    given = {"initial_state": None, "final_state": None, "cu_seqlens": cu_seqlens}
-    cukda.fwd(**arguments(num_tokens, **given))
-    num_sequences = 1 if cu_seqlens is None else N
-    expected = plan.plan(plan.Shape(num_sequences, num_tokens, H, cu_seqlens is not None), H200)
-    assert num_tokens < 8192 or 0 < expected.segment < num_tokens
-    want = {
-        "num_sequences": num_sequences,
-        "num_tokens": num_tokens,
-        "segment": expected.segment,
-        "num_slots": expected.num_slots,
-    }
-    grid, block, shared_bytes, _, packed = launched(fake)
-    assert want.items() <= unpacked(packed).items()
-    assert (grid, block, shared_bytes) == (expected.grid, expected.block, expected.shared_bytes)
+def test_there_are_plans_of_all_kinds(fake):
+    """Whole, with cuts, and joined, so that the tests above and below are of each."""
+    found = set()
+    for num_tokens in T, 1024, 8192:
+        for cu_seqlens, num_sequences in (None, 1), ("int32", N):
+            expected = planned(num_sequences, num_tokens, cu_seqlens)
+            found.add((expected.segment > 0, expected.is_joined))
+    assert found == set(ORDER)
 
 
-def states(call, num_sequences, final_pointer):
-    """The call with float32 states for so many sequences, the final one at that address."""
-    initial_pointer, (_, *rest), dtype = ARRAYS["initial_state"]
-    shape = (num_sequences, *rest)
-    initial = on_gpu("initial_state", initial_pointer, shape, dtype)
-    if final_pointer is None:
-        return {**call, "initial_state": initial, "final_state": initial}
-    final = on_gpu("final_state", final_pointer, shape, dtype)
+def with_states(call, num_sequences, final_state, dtype="float32"):
+    """The call with states for so many sequences. final_state: "apart", "the same array", or
+    another one of "the same memory".
+    """
+    shape = (num_sequences, *ARRAYS["initial_state"][1][1:])
+    initial = on_gpu("initial_state", ARRAYS["initial_state"][0], shape, dtype)
+    at = ARRAYS["final_state" if final_state == "apart" else "initial_state"][0]
+    final = on_gpu("final_state", at, shape, dtype)
+    if final_state == "the same array":
+        final = initial
     return {**call, "initial_state": initial, "final_state": final}
 
 
-@pytest.mark.parametrize(
-    ("final_pointer", "in_place"),
-    [
-        pytest.param(None, True, id="the same array"),
-        pytest.param(ARRAYS["initial_state"][0], True, id="the same memory"),
-        pytest.param(ARRAYS["final_state"][0], False, id="apart"),
-    ],
-)
-@pytest.mark.parametrize("cu_seqlens", [None, "int32"])
-@pytest.mark.parametrize("num_tokens", [8192, 100_000])
-def test_fwd_cuts_nothing_where_states_are_in_place(
-    fake, num_tokens, cu_seqlens, final_pointer, in_place
-):
-    num_sequences = 1 if cu_seqlens is None else N
-    call = states(arguments(num_tokens, cu_seqlens=cu_seqlens), num_sequences, final_pointer)
+# Of 1000 tokens: (segment, is_joined).
+SEGMENTS = [(0, False), (64, False), (64, True), (96, True)]
+
+
+@pytest.fixture(params=SEGMENTS, ids=str)
+def segments(request, monkeypatch):
+    """Every plan has these, whatever it would choose."""
+    hardware.force(monkeypatch.setattr, LARGEST, *request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("final_state", ["apart", "the same array", "the same memory"])
+@pytest.mark.parametrize("cu_seqlens", [None, "int64"])
+def test_launches_of_a_call_belong_together(fake, segments, cu_seqlens, final_state, dtype):
+    """One description of the work, one workspace with a place for each thing, passes in order."""
+    segment, is_joined = segments
+    num_sequences, num_tokens = 1 if cu_seqlens is None else N, 1000
+    call = arguments(num_tokens, cu_seqlens=cu_seqlens)
+    call = with_states(call, num_sequences, final_state, dtype)
     cukda.fwd(**call)
-    values = unpacked(launched(fake)[-1])
-    assert (values["initial_state"] == values["final_state"]) == in_place
-    assert (values["segment"] == 0) == in_place
-    assert (values["num_slots"] == num_sequences) == in_place
+    launches = fake.launches_of
+    assert [each.entry for each in launches] == ORDER[segment > 0, is_joined]
+    assert {each.stream for each in launches} == {STREAM}
+    is_copied = final_state != "apart" and segment > 0
+    copies = [each for each in fake.work if each not in launches]
+    assert len(copies) == is_copied and fake.work[: len(copies)] == copies, "it comes first"
+
+    expected = planned(num_sequences, num_tokens, cu_seqlens, final_state != "apart")
+    first = launches[0].values
+    shared = {
+        "cu_seqlens": 0 if cu_seqlens is None else ARRAYS["cu_seqlens"][0],
+        "cu_seqlens_bytes": 0 if cu_seqlens is None else 8,
+        "num_sequences": num_sequences,
+        "num_tokens": num_tokens,
+        "num_heads": H,
+        "segment": segment,
+        "num_slots": expected.num_slots,
+        "cuts": first["cuts"],
+        "taken": first["taken"],
+    }
+    gates = {n: ARRAYS[n][0] for n in ("g", "k", "A_log", "dt_bias")} | {"lower_bound": -2.5}
+    scans = [each.values for each in launches if each.entry == "kda_fwd"]
+    assert [scan["pass"] for scan in scans] == (
+        [kda._ENDS, kda._FORWARD] if is_joined else [kda._WHOLE]
+    )
+    for scan in scans:
+        assert {**scan, "pass": None} == {**scans[0], "pass": None}
+    ends = {"locals": scans[0]["locals"], "transfers": scans[0]["transfers"]}
+    for each in launches:
+        want = {
+            "kda_cuts": gates | shared,
+            "kda_chain": shared | ends,
+            "kda_fwd": gates | shared | ends,
+        }[each.entry]
+        assert want.items() <= each.values.items()
+        assert each.entry == "kda_fwd" or want == each.values
+
+    # Where the caller's states are.
+    where = {name: ARRAYS[name][0] for name in ("initial_state", "final_state")}
+    if final_state != "apart":
+        where["final_state"] = where["initial_state"]
+    if is_copied:
+        ((where["initial_state"], begin, num_bytes, stream),) = copies
+        given = call["initial_state"]
+        assert (begin, num_bytes, stream) == (given.pointer, given.num_bytes, STREAM)
+    assert where.items() <= scans[0].items()
+
+    if segment == 0:
+        assert fake.memory == []
+        assert first["cuts"] == first["taken"] == ends["locals"] == ends["transfers"] == 0
+        return
+    num_states = expected.num_slots * H
+    # u32 [2], and a byte for each.
+    places = [(first["taken"], 2 * 4), (first["cuts"], num_states)]
+    assert first["taken"] % 4 == 0
+    if is_joined:
+        places += [(pointer, num_states * STATE_BYTES) for pointer in ends.values()]
+    if is_copied:
+        places.append((where["initial_state"], call["initial_state"].num_bytes))
+    (memory,) = fake.memory
+    # Loads are of up to 16 bytes.
+    assert all(pointer % 16 == 0 for pointer, _ in places[2:])
+    places = sorted(places)
+    assert memory.pointer <= places[0][0]
+    for (pointer, num_bytes), (following, _) in itertools.pairwise(places):
+        assert pointer + num_bytes <= following
+    assert sum(places[-1]) <= memory.pointer + memory.num_bytes
+    assert memory.num_bytes == sum(num_bytes for _, num_bytes in places), "no more than is used"
+    assert memory.stream == STREAM
+    assert (memory.taken, memory.freed) == (0, len(fake.work)), "around all of it"
 
 
 @pytest.mark.parametrize("given", ["initial_state", "final_state", None])
 @pytest.mark.parametrize("cu_seqlens", [None, "int32"])
-def test_a_state_alone_is_not_in_place(fake, cu_seqlens, given):
-    call = arguments(8192, cu_seqlens=cu_seqlens)
-    call = states(call, 1 if cu_seqlens is None else N, ARRAYS["final_state"][0])
+def test_a_state_alone_is_not_in_place(fake, segments, cu_seqlens, given):
+    call = arguments(1000, cu_seqlens=cu_seqlens)
+    call = with_states(call, 1 if cu_seqlens is None else N, "apart")
     for name in {"initial_state", "final_state"} - {given}:
         call[name] = None
     cukda.fwd(**call)
-    values = unpacked(launched(fake)[-1])
-    assert values["segment"] > 0
+    assert fake.work == fake.launches_of, "nothing is copied"
+    for scan in fake.launches_of:
+        if scan.entry == "kda_fwd":
+            for name in "initial_state", "final_state":
+                assert scan.values[name] == (ARRAYS[name][0] if name == given else 0)
+
+
+def test_states_in_place_are_planned_as_such(fake, monkeypatch):
+    """Their copies count among what a call keeps in memory."""
+    asked = []
+    real = plan.plan
+    monkeypatch.setattr(plan, "plan", lambda shape, gpu: asked.append(shape) or real(shape, gpu))
+    for final_state in "apart", "the same array", "the same memory":
+        cukda.fwd(**with_states(arguments(1000), N, final_state))
+    assert [shape.in_place for shape in asked] == [False, True, True]
+
+
+@pytest.mark.parametrize("final_state", ["apart", "the same array"])
+@pytest.mark.parametrize("failing", range(5))
+def test_memory_is_freed_when_a_launch_fails(fake, monkeypatch, failing, final_state):
+    """On the stream that has what was launched before; and the device is what it was."""
+    hardware.force(monkeypatch.setattr, LARGEST, 64, True)
+    real_launch, real_copy = fake.cuda.driver.launchKernel, fake.cuda.runtime.memcpyAsync
+    num_left = failing
+
+    def fail_at(real):
+        def do(*args):
+            nonlocal num_left
+            num_left -= 1
+            if num_left < 0:
+                raise RuntimeError("no such luck")
+            real(*args)
+
+        return do
+
+    fake.cuda.driver.launchKernel = fail_at(real_launch)
+    fake.cuda.runtime.memcpyAsync = fail_at(real_copy)
+    call = with_states(arguments(1000), N, final_state)
+    num_steps = len(ORDER[True, True]) + (final_state != "apart")
+    if failing >= num_steps:
+        cukda.fwd(**call)
+    else:
+        with pytest.raises(RuntimeError, match="no such luck"):
+            cukda.fwd(**call)
+    assert len(fake.work) == min(failing, num_steps)
+    (memory,) = fake.memory
+    assert (memory.freed, memory.stream) == (len(fake.work), STREAM)
+
+
+def test_memory_is_freed_when_a_kernel_does_not_compile(fake):
+    fake.fail_with = fake.cuda.compiler.CompileException("no such type")
+    with pytest.raises(RuntimeError, match="does not compile"):
+        cukda.fwd(**arguments(8192))
+    assert fake.work == []
+    assert [memory.freed for memory in fake.memory] == [0] * len(fake.memory)
+
+
+@pytest.mark.parametrize("is_capturing", [False, True])
+def test_no_memory_is_an_error_that_names_it(fake, monkeypatch, is_capturing):
+    hardware.force(monkeypatch.setattr, LARGEST, 64, True)
+    fake.out_of_memory, fake.is_capturing = True, is_capturing
+    with pytest.raises(MemoryError, match=r"^cukda: the GPU has no \d+ bytes for states"):
+        cukda.fwd(**arguments(1000))
+    assert fake.work == []
+    fake.out_of_memory = False
+    cukda.fwd(**arguments(1000))
+    assert [each.entry for each in fake.work] == ORDER[True, True]
+
+
+@pytest.mark.parametrize("is_capturing", [False, True])
+def test_another_error_of_the_allocation_is_passed_on(fake, monkeypatch, is_capturing):
+    class Broken(CUDARuntimeError):
+        status = 999
+
+    def broken(*_):
+        raise Broken
+
+    fake.is_capturing = is_capturing
+    fake.cuda.runtime.mallocFromPoolAsync = fake.cuda.runtime.mallocAsync = broken
+    hardware.force(monkeypatch.setattr, LARGEST, 64)
+    with pytest.raises(Broken):
+        cukda.fwd(**arguments(1000))
+    assert fake.work == []
+
+
+def test_a_device_has_one_pool_that_keeps_what_it_has_had(fake, monkeypatch):
+    hardware.force(monkeypatch.setattr, LARGEST, 64, True)
+    cukda.fwd(**arguments())
+    assert fake.pools == [], "nothing is cut"
+    for _ in range(3):
+        cukda.fwd(**arguments(1000))
+    fake.device = 1
+    cukda.fwd(**arguments(1000))
+    # cudaMemAllocationTypePinned, cudaMemHandleTypeNone, cudaMemLocationTypeDevice, the device.
+    assert fake.pools == [(1, 0, 1, 0), (1, 0, 1, 1)]
+    first, second = FIRST_POOL, FIRST_POOL + 1
+    keep = fake.cuda.runtime.cudaMemPoolAttrReleaseThreshold, 2**64 - 1
+    assert fake.settings == [(first, *keep), (second, *keep)]
+    assert [memory.pool for memory in fake.memory] == [first, first, first, second]
+    assert [memory.freed for memory in fake.memory] == [5, 9, 13, 17]
+
+
+def test_a_capture_before_there_is_a_pool_makes_none(fake, monkeypatch):
+    """The graph's memory is the graph's; the first call outside of a capture makes the pool."""
+    hardware.force(monkeypatch.setattr, LARGEST, 64, True)
+    num_steps = len(ORDER[True, True])
+    for device in 0, 1:
+        fake.device, pool = device, FIRST_POOL + device
+        fake.memory.clear()
+        fake.work.clear()
+        # In graphs, outside of them, and in graphs that are captured once there is a pool.
+        for is_capturing in True, True, False, False, True:
+            fake.is_capturing = is_capturing
+            num_pools = len(fake.pools)
+            cukda.fwd(**arguments(1000))
+            is_made = num_pools == device and not is_capturing
+            assert len(fake.pools) == len(fake.settings) == num_pools + is_made
+        assert [memory.pool for memory in fake.memory] == [None, None, pool, pool, pool]
+        for i, memory in enumerate(fake.memory):
+            assert (memory.taken, memory.freed) == (i * num_steps, (i + 1) * num_steps)
+            assert memory.stream == STREAM
+    assert fake.pools == [(1, 0, 1, 0), (1, 0, 1, 1)]
+
+
+def test_threads_that_make_a_pool_at_once_use_one(fake, monkeypatch):
+    """The first to have made one: a call from within that of another stands for a thread here."""
+    hardware.force(monkeypatch.setattr, LARGEST, 64, True)
+    make_pool = fake.cuda.runtime.memPoolCreate
+
+    def make_pool_late(props):
+        if not fake.memory:
+            fake.cuda.runtime.memPoolCreate = make_pool
+            cukda.fwd(**arguments(1000))
+        return make_pool(props)
+
+    fake.cuda.runtime.memPoolCreate = make_pool_late
+    for _ in range(2):
+        cukda.fwd(**arguments(1000))
+    assert {memory.pool for memory in fake.memory} == {FIRST_POOL} and len(fake.memory) == 3
+    assert {pool for pool, *_ in fake.settings} == {FIRST_POOL}
 
 
 @pytest.mark.parametrize("name", ["A_log", "dt_bias"])
 def test_fwd_packs_null_for_what_is_not_given(fake, name):
     cukda.fwd(**arguments(**{name: None}))
-    values = unpacked(launched(fake)[-1])
+    values = launched(fake).values
     assert [n for n in ARRAYS if values[n] == 0] == [name]
 
 
@@ -274,7 +672,7 @@ def test_fwd_packs_its_defaults(fake, monkeypatch):
     monkeypatch.setattr(arrays, "empty_like", lambda array, stream: new)
     call = arguments()
     assert cukda.fwd(*(call[name] for name in ("q", "k", "v", "g", "beta"))) is new
-    values = unpacked(launched(fake)[-1])
+    values = launched(fake).values
     assert values["scale"] == np.float32(128**-0.5)
     assert values["lower_bound"] == -5
     assert values["out"] == ARRAYS["out"][0]
@@ -291,7 +689,7 @@ def test_fwd_without_states_launches_nothing(fake, name):
     else:
         call["cu_seqlens"] = on_gpu("cu_seqlens", ARRAYS["cu_seqlens"][0], (1,), "int32")
     cukda.fwd(**call)
-    assert fake.launches == []
+    assert fake.work == fake.memory == []
 
 
 def test_fwd_names_a_gpu_that_is_too_old(fake, monkeypatch):
@@ -300,7 +698,7 @@ def test_fwd_names_a_gpu_that_is_too_old(fake, monkeypatch):
     monkeypatch.setattr(jit, "gpu", lambda: plan.Gpu(40, 64 * 1024, has_wgmma=False))
     with pytest.raises(RuntimeError, match=r"compute capability 8\.0 or newer.*got 7\.5"):
         cukda.fwd(**arguments())
-    assert fake.launches == []
+    assert fake.work == fake.memory == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -309,8 +707,9 @@ def test_sigmoid_packs_what_the_kernel_reads(fake, dtype):
     x = on_gpu("x", 0x7F00_1000_0000, (size,), dtype)
     out = dataclasses.replace(x, name="out", pointer=0x7F10_2000_0000)
     assert cukda.sigmoid(x, out) is out
-    grid, block, shared_bytes, stream, packed = launched(fake)
-    assert struct.unpack("<QQq", packed) == (x.pointer, out.pointer, size)
+    launch = launched(fake)
+    assert struct.unpack("<QQq", launch.packed) == (x.pointer, out.pointer, size)
+    grid, block = launch.grid, launch.block
     per_thread = 4 * 16 // (4 if dtype == "float32" else 2)
     assert (grid - 1) * block * per_thread < size <= grid * block * per_thread
-    assert (shared_bytes, stream) == (0, STREAM)
+    assert (launch.shared_bytes, launch.stream) == (0, STREAM)

@@ -100,9 +100,17 @@ def test_each_run_asks_for_its_variant(sanitizer, tmp_path):
     assert all(line.startswith("--tool racecheck --error-exitcode 9") for line in lines)
 
 
-def test_every_variant_runs_with_whole_and_with_cut_sequences():
-    kernels = list(sanitize.kernels().values())
-    assert kernels == [(variant, segment) for variant in plan.variants() for segment in (0, 64)]
+def test_every_variant_runs_whole_and_cut_and_joined():
+    assert list(sanitize.kernels().values()) == [
+        (variant, *segments)
+        for variant in plan.variants()
+        for segments in ((0, False), (64, False), (64, True))
+    ]
+    assert [name.rpartition(") ")[2] for name in list(sanitize.kernels())[:3]] == [
+        "segment=0",
+        "segment=64",
+        "segment=64 joined",
+    ]
     assert sanitize.names() == [*sanitize.kernels(), "sigmoid"]
 
 
@@ -122,12 +130,9 @@ def planned(monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(jit, "gpu", lambda: gpu)
-            for replaced in "variants", "_segments":
-                patch.setattr(plan, replaced, getattr(plan, replaced))
+            patch.setattr(plan, "_choice", plan._choice)
             patch.setattr(hardware, "run", run)
-            plan._choice.cache_clear()
             sanitize.compute(name)
-        plan._choice.cache_clear()
         return plans
 
     return compute
@@ -136,31 +141,37 @@ def planned(monkeypatch):
 @pytest.mark.parametrize("name", sanitize.kernels())
 def test_a_run_is_of_its_variant_and_segment(planned, name):
     """All in one block, and with more items than there are slots for items."""
-    variant, segment = sanitize.kernels()[name]
     (launch,) = planned(name, H200)
-    assert (launch.variant, launch.segment, launch.grid) == (variant, segment, 1)
-    assert len(sanitize.SEQ_LENS) * sanitize.HEADS > plan._NUM_ITEM_SLOTS
+    variant = launch.variant
+    assert (variant, launch.segment, launch.is_joined) == sanitize.kernels()[name]
+    assert launch.grid == 1
+    # As num_item_slots of cuda_src/chunk.cuh.
+    num_item_slots = variant.num_stages + variant._num_raw + variant._num_solvers
+    assert len(sanitize.SEQ_LENS) * sanitize.HEADS > num_item_slots
 
 
 @pytest.mark.parametrize("name", sanitize.kernels())
 def test_a_run_that_the_gpu_cannot_do_is_left_out(planned, capsys, name):
-    variant, _ = sanitize.kernels()[name]
+    variant, *_ = sanitize.kernels()[name]
     for gpu, lacks in (
         (H200._replace(has_wgmma=False), variant.wgmma),
-        (plan.Gpu(46, 99 * 1024, has_wgmma=False), variant.wgmma or variant.num_stages == 4),
+        (
+            plan.Gpu(46, 99 * 1024, has_wgmma=False),
+            variant.wgmma or variant.shared_bytes > 99 * 1024,
+        ),
     ):
         assert len(planned(name, gpu)) == (0 if lacks else 1)
         assert capsys.readouterr().out.startswith("left out: ") == lacks
 
 
-def test_the_problem_is_cut_in_all_heads_but_one():
-    """There, nothing is left of the state after the tokens before a cut."""
+def test_the_problem_has_cuts_and_joins_and_both():
+    """At a cut, nothing is left of the state after the tokens before it."""
     case = sanitize.problem()
     longest = max(range(len(sanitize.SEQ_LENS)), key=sanitize.SEQ_LENS.__getitem__)
     sequence = inputs.alone(case, longest)
     num_tokens = sequence["q"].shape[1]
     assert num_tokens > 200 and 0 in sanitize.SEQ_LENS
-    (segment,) = filter(None, sanitize.SEGMENTS)
+    segment, found = sanitize.SEGMENT, []
     for cut in range(segment, num_tokens, segment):
         states = []
         for initial_state in sequence["initial_state"], -sequence["initial_state"]:
@@ -168,5 +179,9 @@ def test_the_problem_is_cut_in_all_heads_but_one():
             call = inputs.tokens(sequence, cut - segment, cut, initial_state)
             cukda.fwd(**call, final_state=final_state)
             states.append(final_state[0])
-        is_cut = [np.array_equal(*heads) for heads in zip(*states, strict=True)]
-        assert is_cut == [head != sanitize.SLOW_HEAD for head in range(sanitize.HEADS)]
+        found.append([np.array_equal(*heads) for heads in zip(*states, strict=True)])
+    # Two joins in a row are what takes a transfer.
+    cuts_of_heads = dict(enumerate(zip(*found, strict=True)))
+    assert cuts_of_heads.pop(sanitize.SLOW_HEAD) == (False, False, False)
+    assert cuts_of_heads.pop(sanitize.HEAD_SLOW_AT_ONE) == (True, False, True)
+    assert set(cuts_of_heads.values()) == {(True, True, True)}

@@ -1,0 +1,139 @@
+// Fetching: q, k and g of the chunks, as they come, into the ring of raw chunks.
+//
+// Solvers fetch, because they have the time. A solver's chunks are in slots of its own, so when it
+// is done with one, it fetches the one that is num_raw further on, whose slot that is.
+#pragma once
+
+#include "chunk.cuh"
+#include "work.cuh"
+
+// What solvers read of global memory.
+struct Inputs {
+    const u16 *q, *k, *g, *v, *beta;
+    const float *A_log, *dt_bias;
+    States initial;
+};
+
+struct Fetcher {
+    Shared& smem;
+    const Work& work;
+    const Inputs& inputs;
+
+    // A solver's next chunk, if there is one, into a raw slot that is free.
+    __device__ void fetch(u32 slot) const {
+        // Read anew: what hangs on it alone would be kept in registers from chunk to chunk.
+        const int lane = mov_tid_x() % 32;
+        __syncwarp();
+        FetchState& kept = smem.scratch[slot % num_solvers].fetch;
+        FetchState state = kept;
+        if (mov_tid_x() / 32 == num_factor_warps) find_items(state);
+        while (state.num_chunks >= 0 && state.chunk_idx >= state.num_chunks) {
+            state.chunk_idx -= state.num_chunks;
+            wait_full(smem.item_full, state.num_items);
+            state.num_chunks = smem.item[state.num_items % num_item_slots].num_chunks;
+            ++state.num_items;
+            // After the last one there is nothing to wait for.
+            if (state.num_chunks == 0) state.num_chunks = -1;
+        }
+        const int chunk_idx = state.chunk_idx;
+        state.chunk_idx += num_solvers;
+        __syncwarp();
+        if (lane == 0) kept = state;
+        if (state.num_chunks < 0) return;
+
+        const u32 item_slot = (state.num_items - 1) % num_item_slots;
+        const Item& item = smem.item[item_slot];
+        if (chunk_idx == 0) fetch_head(item, smem.head_inputs[item_slot]);
+
+        // Half a warp to a row, 16 bytes a lane. Rows past the item's end become zeros.
+        RawChunk& raw = smem.raw[slot];
+        const i64 token_stride = static_cast<i64>(work.num_heads) * head_dim;
+        const int num_rows = item.num_tokens - chunk_idx * chunk;
+        const i64 offset = (item.begin + chunk_idx * chunk + lane / 16) * token_stride +
+                           item.head * head_dim + lane % 16 * 8;
+        const u32 target = shared_address(&raw.q[lane / 16][lane % 16 * 8]);
+        if (num_rows >= chunk) {
+            const u16 *from_q = inputs.q + offset, *from_k = inputs.k + offset,
+                      *from_g = inputs.g + offset;
+#pragma unroll
+            for (int row = 0; row < chunk; row += 2) {
+                const u32 to = target + row * sizeof(raw.q[0]);
+                cp_async_16(to, from_q + row * token_stride, 16);
+                cp_async_16(to + sizeof(RawChunk::q), from_k + row * token_stride, 16);
+                cp_async_16(to + 2 * sizeof(RawChunk::q), from_g + row * token_stride, 16);
+            }
+        } else {
+            fetch_tail(target, offset, token_stride, num_rows - lane / 16);
+        }
+        cp_async_mbarrier_arrive_noinc(shared_address(&smem.raw_full[slot]));
+        prefetch_v(item, chunk_idx);
+    }
+
+    // The last rows of an item, the first num_left, and zeros behind them.
+    __device__ void fetch_tail(u32 target, i64 offset, i64 token_stride, int num_left) const {
+#pragma unroll 1
+        for (int row = 0; row < chunk; row += 2) {
+            const u32 bytes = num_left > 0 ? 16 : 0;
+            // A row that is not there is not pointed at either.
+            const i64 from = num_left > 0 ? offset : 0;
+            cp_async_16(target, inputs.q + from, bytes);
+            cp_async_16(target + sizeof(RawChunk::q), inputs.k + from, bytes);
+            cp_async_16(target + 2 * sizeof(RawChunk::q), inputs.g + from, bytes);
+            target += 2 * sizeof(u16[raw_row]);
+            offset += 2 * token_stride;
+            num_left -= 2;
+        }
+    }
+
+    // Into L2: consumers load rows of v one chunk ahead, and would wait for memory.
+    __device__ void prefetch_v(const Item& item, int chunk_idx) const {
+        constexpr int line = v_rows < 64 ? v_rows : 64;  // elements, of no more than 128 bytes
+        const int lane = mov_tid_x() % 32;
+        const int row = chunk_idx * chunk + lane * line / v_rows, column = lane * line % v_rows;
+        const i64 first = ((item.begin + row) * work.num_heads + item.head) * head_dim;
+        const bool is_wanted = lane * line < chunk * v_rows && row < item.num_tokens;
+        if (is_wanted && item.from != StateOf::Identity) {
+            prefetch_global_l2(inputs.v + first + item.part * v_rows + column);
+        }
+    }
+
+    // Enough for the other solvers to come to their next chunks.
+    __device__ void find_items(FetchState& state) const {
+        while (state.num_chunks_found < num_solvers) {
+            const Item found = find_item(work, smem.sequences, state.round);
+            wait_empty(smem.item_empty, state.num_found);
+            if (threadIdx.x % 32 == 0) {
+                smem.item[state.num_found % num_item_slots] = found;
+                arrive(smem.item_full, state.num_found);
+            }
+            ++state.num_found;
+            constexpr int enough = 1 << 30;
+            state.num_chunks_found += found.num_chunks > 0 ? found.num_chunks : enough;
+        }
+        state.num_chunks_found -= num_solvers;
+    }
+
+    // What of an item is wanted at its begin.
+    __device__ void fetch_head(const Item& item, HeadInputs& head) const {
+        const int lane = mov_tid_x() % 32;
+        const float *A_log = inputs.A_log, *dt_bias = inputs.dt_bias;
+        for (int channel = lane; channel < head_dim; channel += 32) {
+            const void* bias = dt_bias + static_cast<i64>(item.head) * head_dim + channel;
+            cp_async_4(shared_address(&head.bias[channel]), dt_bias ? bias : inputs.g,
+                       dt_bias ? 4 : 0);
+        }
+        if (lane == 0) {
+            const void* slope = A_log + item.head;
+            cp_async_4(shared_address(&head.A_log), A_log ? slope : inputs.g, A_log ? 4 : 0);
+        }
+        const States& initial = inputs.initial;
+        if (item.from == StateOf::Caller && initial.kind != StateKind::None) {
+            // Into L2, for the consumers to find when they get there.
+            const char* rows = initial.row(item.from_matrix, item.part * v_rows);
+            constexpr int line = 128;
+            for (int at = lane * line; at < v_rows * initial.row_bytes(); at += 32 * line) {
+                prefetch_global_l2(rows + at);
+            }
+        }
+    }
+};
