@@ -10,6 +10,7 @@ import argparse
 import concurrent.futures
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,9 @@ def main(arguments: list[str] | None = None) -> int:
         compute(options.compute)
         return 0
 
+    if not shutil.which("compute-sanitizer"):
+        print("compute-sanitizer, of the CUDA toolkit, is not on the PATH", file=sys.stderr)
+        return 1
     runs = [(tool, name) for tool in options.tool or TOOLS for name in names()]
     with concurrent.futures.ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         lines = list(pool.map(lambda each: run(*each), runs))

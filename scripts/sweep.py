@@ -555,13 +555,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     several = {"nargs": "+", "action": "extend"}
     parser.add_argument("--gate", choices=GATES, help="only these", **several)
-    parser.add_argument("--heads", type=_count, metavar="H", help="these alone", **several)
+    parser.add_argument("--heads", type=_count, metavar="H", help="only these", **several)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write sweep.json, .png")
-    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, metavar="SECONDS")
-    parser.add_argument("--from", type=Path, dest="file", metavar="FILE", help="judge this again")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_SECONDS,
+        metavar="SECONDS",
+        help=f"no new point after so long (default {LIMIT_SECONDS})",
+    )
+    parser.add_argument(
+        "--from", type=Path, dest="file", metavar="FILE", help="judge an earlier sweep.json again"
+    )
     options = parser.parse_args(arguments)
     gates = [gate for gate in GATES if gate in (options.gate or GATES)]
     if options.file:
+        if not options.file.is_file():
+            parser.error(f"--from: expected a sweep.json, got {options.file}, which is no file")
         result = load(options.file)
         result["times"] = {
             point: ms

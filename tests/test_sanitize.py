@@ -88,7 +88,7 @@ def test_a_run_that_fails_is_not_clean(sanitizer, capsys):
 def test_without_compute_sanitizer(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert sanitize.main(["--tool", "memcheck"]) == 1
-    assert "FileNotFoundError" in capsys.readouterr().out
+    assert "compute-sanitizer, of the CUDA toolkit, is not on the PATH" in capsys.readouterr().err
 
 
 def test_each_run_asks_for_its_variant(sanitizer, tmp_path):

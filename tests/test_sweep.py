@@ -392,3 +392,9 @@ def test_what_was_measured_before_a_crash_is_printed(monkeypatch, capsys, result
     with pytest.raises(RuntimeError, match="out of memory"):
         sweep.main([])
     assert "| rand | `12 + 0.5 T + 0.0007 T·H` |" in capsys.readouterr().out
+
+
+def test_a_file_that_is_not_there(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(["--from", str(tmp_path / "none.json")])
+    assert "--from: expected a sweep.json" in capsys.readouterr().err
