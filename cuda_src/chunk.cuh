@@ -75,8 +75,8 @@ constexpr u32 kq_in_at = 0, k_inverse_at = kq_in_at + sizeof(Stage::kq_in),
               inverse_at = k_out_at + sizeof(Stage::k_out),
               p_at = inverse_at + sizeof(Stage::inverse);
 
-// Whose state an item begins or ends with: nobody's (zero, or dropped), the caller's, a segment's
-// local state or transfer (work.cuh), the identity.
+// Whose state an item begins or ends with: nobody's (zero, or dropped), the caller's, the identity;
+// a segment's local state or transfer, for join.cu.
 enum class StateOf { Nobody, Caller, Local, Transfer, Identity };
 
 // What a block works on at a time (work.cuh).
@@ -120,15 +120,23 @@ struct States {
 // slots, and those that the first solver finds for the others.
 constexpr int num_item_slots = num_stages + num_raw + num_solvers;
 
+// A walk along the begins of segments (work.cuh).
+struct Walk {
+    u32 window;  // the first of the 128 under the warp's eyes
+    u32 before;  // pieces of work before them
+};
+
 // How far a solver is with fetching (fetch.cuh).
 struct FetchState {
     u32 num_items;   // that it has come to
     int chunk_idx;   // of its next chunk, in the last one of these
     int num_chunks;  // of that item; negative: there was none
-    // Of the first solver: items that it has found, their chunks from its next one on, and rounds.
+    // Of the first solver: items that it has found, their chunks from its next one on, and where it
+    // looks for the next.
     u32 num_found;
     int num_chunks_found;
     u32 round;
+    Walk walk;
 };
 
 struct SolverScratch {                   // 1,376 bytes

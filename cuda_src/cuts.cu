@@ -1,5 +1,5 @@
-// Where sequences may be cut: for each segment and head, whether anything is left there of the
-// state before, and if not, how many of the last chunks make the state.
+// With what segments begin: for each and each head, whether anything is left there of the state
+// before, and if not, how many of the last chunks make the state.
 //
 // Block: one segment's begin (slot) and one head; four warps, a chunk each.
 // Grid: (head, slot), the head fastest.
@@ -11,6 +11,7 @@
 constexpr float log2_nothing = -60.0f;
 constexpr int scout_warps = 4, scout_threads = 32 * scout_warps;
 constexpr int scout_rounds = 2;  // of scout_warps chunks each
+static_assert(scout_rounds * scout_warps == most_cut);
 
 // The warp's sums of several numbers, side by side: one's latency hides the others'.
 template <int size>
@@ -101,22 +102,27 @@ __device__ inline float log2_left_by_chunk(const CutSource& source, int before) 
 }
 
 // g, k: bf16 [B, T, H, 128]; A_log: fp32 [H] or null; dt_bias: fp32 [H, 128] or null; cu_seqlens
-// and what follows: see struct Work. Writes cuts [num_slots, H]; not where a slot has no segment,
-// or the first of a sequence.
+// to num_slots, begins and taken: see struct Work. Where a sequence is not cut it is joined, from
+// segment first_joined on, at every join_every-th. Writes begins [num_slots, H], and zeros to taken
+// [2] and, if it is there, to ready [num_slots, H].
 extern "C" __global__ void __launch_bounds__(scout_threads)
     kda_cuts(const u16* g, const u16* k, const float* A_log, const float* dt_bias,
              float lower_bound, const void* cu_seqlens, int cu_seqlens_bytes, int num_sequences,
-             i64 num_tokens, int num_heads, int segment, u32 num_slots, unsigned char* cuts,
-             u32* taken) {
+             i64 num_tokens, int num_heads, int segment, u32 num_slots, int first_joined,
+             int join_every, Begin* begins, u32* taken, u32* ready) {
     __shared__ float left[scout_warps];
     const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens,
-                       num_heads,  segment,          num_slots,     cuts,
-                       nullptr,    nullptr,          taken,         Pass::Whole};
-    if (blockIdx.x == 0 && threadIdx.x < 2) taken[threadIdx.x] = 0;
+                       num_heads,  segment,          num_slots,     begins};
     const u32 slot = blockIdx.x / num_heads;
     const int head = static_cast<int>(blockIdx.x - slot * num_heads);
+    if (blockIdx.x == 0 && threadIdx.x < 2) taken[threadIdx.x] = 0;
+    if (ready && threadIdx.x == 0) ready[blockIdx.x] = 0;
     const Segment mine = work.segment_of(slot, work.lane_sequence());
-    if (mine.index <= 0 || mine.index >= mine.num_segments) return;
+    if (mine.index <= 0 || mine.index >= mine.num_segments) {
+        const bool is_there = mine.index == 0 && mine.num_segments > 0;
+        if (threadIdx.x == 0) begins[blockIdx.x] = is_there ? is_first : goes_on;
+        return;
+    }
 
     const int warp = threadIdx.x / 32;
     const i64 cut = mine.index * segment;  // rows of the sequence before it
@@ -149,5 +155,10 @@ extern "C" __global__ void __launch_bounds__(scout_threads)
         // Give up on what is not on its way; NaN is not.
         if (!(log2_left < log2_nothing * (round + 1) / scout_rounds)) break;
     }
-    if (threadIdx.x == 0) cuts[static_cast<i64>(slot) * num_heads + head] = num_chunks;
+    if (threadIdx.x == 0) {
+        const i64 joins = mine.index - first_joined;
+        begins[blockIdx.x] = num_chunks > 0 ? static_cast<Begin>(num_chunks)
+                             : joins >= 0 && joins % join_every == 0 ? is_joined
+                                                                     : goes_on;
+    }
 }

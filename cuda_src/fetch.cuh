@@ -50,7 +50,7 @@ struct Fetcher {
         const i64 token_stride = static_cast<i64>(work.num_heads) * head_dim;
         const int num_rows = item.num_tokens - chunk_idx * chunk;
         const i64 offset = (item.begin + chunk_idx * chunk + lane / 16) * token_stride +
-                           item.head * head_dim + lane % 16 * 8;
+                           static_cast<i64>(item.head) * head_dim + lane % 16 * 8;
         const u32 target = shared_address(&raw.q[lane / 16][lane % 16 * 8]);
         if (num_rows >= chunk) {
             const u16 *from_q = inputs.q + offset, *from_k = inputs.k + offset,
@@ -100,7 +100,7 @@ struct Fetcher {
     // Enough for the other solvers to come to their next chunks.
     __device__ void find_items(FetchState& state) const {
         while (state.num_chunks_found < num_solvers) {
-            const Item found = find_item(work, smem.sequences, state.round);
+            const Item found = find_item(work, smem.sequences, state.round, state.walk);
             wait_empty(smem.item_empty, state.num_found);
             if (threadIdx.x % 32 == 0) {
                 smem.item[state.num_found % num_item_slots] = found;

@@ -4,22 +4,13 @@
 //   W = diag(beta) V - diag(beta_norm) KS    U = W inverse^T    O = scale (diag(q_norm) QS + U P^T)
 //   S = S diag(e^G_last) + (diag(k_norm) U)^T k_out
 // all with v as rows, so S, W and U are A operands as they come out of the product before.
-//
-// Fragment row r (0-7) of half h (r, or r + 8) is v = 4 (r / 2) + 2 h + r % 2. Transposed, a lane
-// then holds four neighbouring v of one token: eight bytes, and four lanes a full 32-byte sector.
 #pragma once
 
 #include "chunk.cuh"
+#include "rows.cuh"
 #include "work.cuh"
 
 constexpr int k_tiles = head_dim / 8;
-
-// This lane's first row of the warp's 16, as the offset of its elements; its other one is two on.
-__device__ inline int state_row_offset(int lane) {
-    const int row = lane / 4;
-    return (4 * (row / 2) + row % 2) * head_dim;
-}
-constexpr int state_half_offset = 2 * head_dim;
 
 // Four words each of a quad's lanes, transposed: word i of lane c becomes word c of lane i. So the
 // pairs of columns that a lane has of four tiles are 16 bytes in a row of one tile, and back.
@@ -104,30 +95,6 @@ __device__ inline void store_state(const float (&state)[k_tiles][4], void* rows,
             *reinterpret_cast<uint4*>(halves + half * state_half_offset + tile * 8) =
                 make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
-    }
-}
-
-// A chunk of V or O as a lane holds it: tokens lane / 4 and lane / 4 + 8, four v each.
-struct Rows {
-    uint2 token[2];
-};
-
-// half_stride: elements from a token to the one eight later. num_left: rows there are from the
-// lane's first on.
-__device__ inline void load_rows(Rows& rows, const u16* v, i64 half_stride, int num_left) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        rows.token[half] = make_uint2(0, 0);
-        if (num_left > 8 * half) {
-            rows.token[half] = *reinterpret_cast<const uint2*>(v + half * half_stride);
-        }
-    }
-}
-
-__device__ inline void store_rows(u16* out, i64 half_stride, int num_left, const Rows& rows) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        if (num_left > 8 * half) st_global_v2(out + half * half_stride, rows.token[half]);
     }
 }
 
@@ -218,15 +185,13 @@ __device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, cons
     // U and O are products of a warp alone: a group's would wait for the slowest of its warps.
     using SquareB = WarpB<Major::K, 2 * core_bytes, core_bytes>;
     float w[2][4], beta_norm[2][2];
+    unpack_rows(w, v);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float2 beta = *reinterpret_cast<const float2*>(&stage.beta[8 * half + pair]);
         const float2 both = *reinterpret_cast<const float2*>(&stage.beta_norm[8 * half + pair]);
-        const u32 low = movmatrix_trans(v.token[half].x), high = movmatrix_trans(v.token[half].y);
-        w[half][0] = beta.x * bf16_low(low);
-        w[half][1] = beta.y * bf16_high(low);
-        w[half][2] = beta.x * bf16_low(high);
-        w[half][3] = beta.y * bf16_high(high);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) w[half][i] *= i % 2 ? beta.y : beta.x;
         beta_norm[half][0] = both.x;
         beta_norm[half][1] = both.y;
     }
@@ -309,13 +274,7 @@ __device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, cons
                 if (token >= first_bad[i % 4 / 2]) o[i / 4][i % 4] = nan;
             }
         }
-        Rows out;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            out.token[half].x = movmatrix_trans(cvt_bf16x2(o[half][0], o[half][1]));
-            out.token[half].y = movmatrix_trans(cvt_bf16x2(o[half][2], o[half][3]));
-        }
-        store(out);
+        store(o);
     };
     if constexpr (!use_wgmma) {
         finish_output();
@@ -335,7 +294,6 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
                                       u16* out, const States& initial, const States& final) {
     const int num_heads = work.num_heads;
     const i64 half_stride = static_cast<i64>(num_heads) * head_dim * (chunk / 2);
-    const i64 v_to_out = reinterpret_cast<i64>(out) - reinterpret_cast<i64>(v);
     u32 index = 0;
     for (Items items(smem); items.next();) {
         const int lane = mov_tid_x() % 32;
@@ -352,23 +310,29 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
                    : of == StateOf::Transfer ? transfers
                                              : States{nullptr, StateKind::None};
         };
+
+        // This lane's first row of the chunk, in v and out, and the rows from there to the last.
+        // A transfer has no v: no rows of it are left.
+        const bool is_transfer = items.item().from == StateOf::Identity;
+        const i64 offset = (items.item().begin * num_heads + items.item().head) * head_dim +
+                           lane / 4 * (half_stride / 8) + first_row() + 4 * (lane % 4);
+        int num_left = items.item().num_tokens - lane / 4;
+        Rows rows;
+        const u16* v_row = v + offset;
+        load_rows(rows, v_row, half_stride, is_transfer ? 0 : num_left);
+        const i64 v_to_out =
+            reinterpret_cast<i64>(is_transfer ? work.queries : out) - reinterpret_cast<i64>(v);
+        const float item_scale = is_transfer ? 1.0f : scale;
+
+        // Behind the load of v, which takes as long.
         float state[k_tiles][4];
         const States from = states_of(items.item().from, initial);
         load_state(state, from.row(items.item().from_matrix, first_row()), from.kind, lane);
-        if (items.item().from == StateOf::Identity) make_identity(state, first_row(), lane);
+        if (is_transfer) make_identity(state, first_row(), lane);
         // Else the state's registers would be copied, from chunk to chunk, behind each wgmma
         // (C7514).
         hold(state);
 
-        // This lane's first row of the chunk, in v and out, and the rows from there to the last.
-        const i64 offset = (items.item().begin * num_heads + items.item().head) * head_dim +
-                           lane / 4 * (half_stride / 8) + first_row() + 4 * (lane % 4);
-        // A transfer has no v: no rows of it are left.
-        int num_left = items.item().from == StateOf::Identity ? -items.item().num_tokens
-                                                              : items.item().num_tokens - lane / 4;
-        Rows rows;
-        const u16* v_row = v + offset;
-        load_rows(rows, v_row, half_stride, num_left);
         // Of an item without tokens the chunk is let pass: the state stays what it is, infinities
         // too.
         const auto is_empty = [&] { return __shfl_sync(~0u, items.item().num_tokens, 0) == 0; };
@@ -377,15 +341,25 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
             const auto load_next = [&] {
                 v_row += 2 * half_stride;
                 num_left -= chunk;
-                load_rows(rows, v_row, half_stride, num_left);
+                load_rows(rows, v_row, half_stride, is_transfer ? 0 : num_left);
             };
-            const auto store = [&](const Rows& o) {
+            const auto store = [&](float (&o)[2][4]) {
+                const Rows rounded = round_rows(o);
                 if (i > items.item().num_loud) return;
-                u16* rows_out = reinterpret_cast<u16*>(reinterpret_cast<i64>(v_row) + v_to_out);
-                store_rows(rows_out - 2 * half_stride, half_stride, num_left + chunk, o);
+                u16* row = reinterpret_cast<u16*>(reinterpret_cast<i64>(v_row) + v_to_out) -
+                           2 * half_stride;
+                store_rows(row, half_stride, num_left + chunk, rounded);
+                if (is_transfer) {
+                    float high[2][4];
+                    unpack_rows(high, rounded);
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) o[j / 4][j % 4] -= high[j / 4][j % 4];
+                    row += work.num_rows() * num_heads * head_dim;
+                    store_rows(row, half_stride, num_left + chunk, round_rows(o));
+                }
             };
-            step(state, smem.stage[index % num_stages], rows, scale, mov_tid_x() % 32, load_next,
-                 store);
+            step(state, smem.stage[index % num_stages], rows, item_scale, mov_tid_x() % 32,
+                 load_next, store);
             arrive(smem.empty, index);
         }
         if (is_empty()) {

@@ -165,7 +165,7 @@ __device__ inline void run_solver(Shared& smem, const Work& work, const Inputs& 
     if (solver == 0) smem.sequences[lane] = work.lane_sequence();
     __syncwarp();
     const Fetcher fetcher = {smem, work, inputs};
-    if (lane == 0) smem.scratch[solver].fetch = {0, solver, 0, 0, 0, 0};
+    if (lane == 0) smem.scratch[solver].fetch = {0, solver, 0, 0, 0, 0, {0, 0}};
     for (int slot = solver; slot < num_raw; slot += num_solvers) fetcher.fetch(slot);
 
     u32 index = solver;      // of its next chunk, among the block's

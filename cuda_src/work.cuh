@@ -4,19 +4,21 @@
 // A sequence may be cut into segments that run side by side, where the tokens before the cut leave
 // nothing of an earlier state: then the scan of those alone, from a state of zero, makes the same
 // state as the scan of all of them. Where more is left, the segment before goes on, or they are
-// joined.
+// joined: with S the state where a segment begins, it ends with S M + S_local and puts out
+// O_local + scale Q_M S^T. Here S_local and O_local are what the scan makes of a state of zero, M
+// and Q_M what it makes of the identity with v = 0 and scale = 1. Both are items of this kernel,
+// and join.cu adds them up.
 #pragma once
 
 #include "chunk.cuh"
 #include "gate.cuh"
 
-// What a launch is for.
-//   Whole: all of it, in one pass; where there is no cut the segment before goes on.
-//   Ends, then Forward: segments side by side also where there is no cut. With S the state where
-//     a segment begins, it ends with S M + S_local: M is what the scan makes of the identity with
-//     v = 0, and S_local what it makes of zero. Ends works out both, chain.cu joins them, Forward
-//     runs on segments as if they were sequences.
-enum class Pass { Whole = 0, Ends = 1, Forward = 2 };
+// With what a segment begins, for each slot and head (cuts.cu).
+using Begin = unsigned char;
+constexpr Begin goes_on = 0;     // the segment before goes on; or there is no segment in this slot
+constexpr Begin most_cut = 8;    // up to here a cut: so many chunks before it make its state
+constexpr Begin is_first = 254;  // of its sequence
+constexpr Begin is_joined = 255;
 
 // One segment of a sequence: of rows begin to begin + length, which is in num_segments of them. An
 // index that is not one of them says that there is none.
@@ -39,39 +41,17 @@ struct Work {
     i64 num_tokens;  // T
     int num_heads;
     int segment;  // tokens from one place where a sequence may be cut to the next; 0: there is none
-    u32 num_slots;  // one for each segment that there may be
-    // [num_slots, H] (cuts.cu): chunks before a segment that make its state; 0: it is not cut
-    // there.
-    const unsigned char* cuts;
-    // Of the two-pass way: fp32 [num_slots, H, 128 (v), 128 (k)] each. After chain.cu a local is
-    // the state where the next segment begins.
+    u32 num_slots;        // one for each segment that there may be
+    const Begin* begins;  // [num_slots, H]; null without segments
+    // Of joined segments, else null: fp32 [num_slots, H, 128 (v), 128 (k)] each, a segment's in the
+    // last of the slots that its item goes through.
     float *locals, *transfers;
-    // Of the cut launches, how many items their blocks have taken: [2], the second of Forward.
-    u32* taken;
-    Pass pass;
+    // Q_M of the rows of joined segments: bf16 [2, B, T, H, 128], rounded, and what that left.
+    u16* queries;
+    u32* taken;  // how many items the blocks of a launch with segments have taken
 
-    __device__ int memory(i64 slot, int head) const {
-        return chunk * cuts[slot * num_heads + head];
-    }
-
-    // Parts of V; of Ends those of S_local, then those of M.
-    __device__ u32 num_parts() const { return head_dim / v_rows * (pass == Pass::Ends ? 2 : 1); }
-    __device__ u32 num_items() const { return num_slots * num_heads * num_parts(); }
-
-    // The next of the block's numbers, if there is one. By a whole warp.
-    __device__ bool next_number(u32& number, u32& round) const {
-        if (segment) {
-            // Which segments are work is not known before: whoever has time takes the next.
-            if (threadIdx.x % 32 == 0) number = atomicAdd(taken + (pass == Pass::Forward), 1);
-            number = __shfl_sync(~0u, number, 0);
-            return number < num_items();
-        }
-        // To and fro: who had the longest of one round has the shortest of the next.
-        const u32 place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-        number = round * gridDim.x + place;
-        ++round;
-        return number < num_items();
-    }
+    __device__ u32 num_states() const { return num_slots * num_heads; }
+    __device__ i64 num_rows() const { return num_tokens * (cu_seqlens ? 1 : num_sequences); }
 
     // Where sequence n begins, among B * T rows. cu_seqlens may hold anything: it is clamped to the
     // rows there are.
@@ -153,13 +133,14 @@ struct Work {
         return {cu_seqlens ? first_slot(n) : n * count, count};
     }
 
-    // The first segment, from `index` on, that begins with a cut. By a whole warp.
-    __device__ i64 next_cut(u32 slot, const Segment& segment, i64 index, int head) const {
+    // The first segment after this one with which an item begins. By a whole warp.
+    __device__ i64 next_begin(u32 slot, const Segment& segment, int head) const {
         const int lane = threadIdx.x % 32;
-        for (; index < segment.num_segments; index += 32) {
-            const bool is_cut = index + lane < segment.num_segments &&
-                                memory(slot + (index - segment.index) + lane, head) > 0;
-            const u32 ballot = __ballot_sync(~0u, is_cut);
+        for (i64 index = segment.index + 1; index < segment.num_segments; index += 32) {
+            const i64 at = slot + (index - segment.index) + lane;
+            const bool begins_one =
+                index + lane < segment.num_segments && begins[at * num_heads + head] != goes_on;
+            const u32 ballot = __ballot_sync(~0u, begins_one);
             if (ballot) return index + __ffs(ballot) - 1;
         }
         return segment.num_segments;
@@ -181,62 +162,106 @@ struct Work {
     }
 };
 
-// The block's next item, from a round on, which becomes the one after. num_chunks is 0 when there
-// are no more. By a whole warp.
-__device__ inline Item find_item(const Work& work, const LaneSequence (&sequences)[32],
-                                 u32& round) {
-    for (u32 number; work.next_number(number, round);) {
-        const int lane = threadIdx.x % 32;
-        const u32 slot = number / work.num_parts() / work.num_heads;
-        const u32 part = number % work.num_parts();
-        const int head = static_cast<int>(number / work.num_parts() - slot * work.num_heads);
-        const Segment segment = work.segment_of(slot, sequences[lane]);
-        if (segment.index < 0 || segment.index >= segment.num_segments) continue;
-
-        // Of this segment and the next ones, a lane each.
-        const bool may_be_cut =
-            segment.index + lane > 0 && segment.index + lane < segment.num_segments;
-        const int lane_warm_up = may_be_cut ? work.memory(slot + lane, head) : 0;
-        const bool is_first = segment.index == 0;
-        const int warm_up = __shfl_sync(~0u, lane_warm_up, 0);
-        const bool is_joined = !is_first && warm_up == 0;  // to the segment before
-        const bool is_transfer = part >= head_dim / v_rows;
-        i64 end = segment.index + 1;  // the segment it goes on to
-        if (work.pass == Pass::Whole) {
-            if (is_joined) continue;
-            const u32 cuts = __ballot_sync(~0u, lane > 0 && lane_warm_up > 0);
-            end = cuts ? segment.index + __ffs(cuts) - 1
-                       : work.next_cut(slot, segment, segment.index + 32, head);
-        } else if (work.pass == Pass::Ends) {
-            // Wanted where the next segment is joined to this one.
-            if (end >= segment.num_segments || __shfl_sync(~0u, lane_warm_up, 1)) continue;
-            if (is_transfer && !is_joined) continue;
+// Where in `begins` the piece of work of this rank is; the rank becomes that among the pieces
+// there. num_states when there are not so many. of(begin): how many pieces one is. Ranks of a walk
+// grow. By a whole warp.
+template <typename Of>
+__device__ inline u32 find_piece(const Work& work, Walk& walk, u32& rank, const Of& of) {
+    const u32 lane = threadIdx.x % 32, num_states = work.num_states();
+    for (; walk.window < num_states; walk.window += 128) {
+        u32 pieces[4], sum = 0;
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 at = walk.window + 4 * lane + i;
+            pieces[i] = at < num_states ? of(work.begins[at]) : 0;
+            sum += pieces[i];
         }
-        const i64 first = segment.index * work.segment;
-        const i64 last = end < segment.num_segments ? end * work.segment : segment.length;
-        const i64 callers = segment.sequence * work.num_heads + head;
-        const i64 own = static_cast<i64>(slot) * work.num_heads + head;
-        Item item;
-        item.head = head;
-        item.part = static_cast<int>(part % (head_dim / v_rows));
-        item.from = is_transfer                               ? StateOf::Identity
-                    : is_first                                ? StateOf::Caller
-                    : is_joined && work.pass == Pass::Forward ? StateOf::Local
-                                                              : StateOf::Nobody;
-        item.from_matrix = item.from == StateOf::Local ? own - work.num_heads : callers;
-        item.to = is_transfer               ? StateOf::Transfer
-                  : work.pass == Pass::Ends ? StateOf::Local
-                  : last == segment.length  ? StateOf::Caller
-                                            : StateOf::Nobody;
-        item.to_matrix = work.pass == Pass::Ends ? own : callers;
-        item.begin = segment.begin + first - warm_up;
-        item.num_tokens = static_cast<int>(last - first) + warm_up;
-        // One without tokens has a chunk too, in which nothing happens.
-        item.num_chunks = max(1, (item.num_tokens + chunk - 1) / chunk);
-        item.num_loud = work.pass == Pass::Ends ? 0 : item.num_chunks - warm_up / chunk;
-        return item;
+        u32 up_to = sum;  // of the lanes before, and of this one
+#pragma unroll
+        for (u32 lanes = 1; lanes < 32; lanes *= 2) {
+            const u32 other = __shfl_sync(~0u, up_to, (lane - lanes) % 32);
+            if (lane >= lanes) up_to += other;
+        }
+        const u32 ballot = __ballot_sync(~0u, walk.before + up_to > rank);
+        if (ballot) {
+            const int owner = __ffs(ballot) - 1;
+            u32 at = walk.window + 4 * owner;
+            rank -= walk.before + __shfl_sync(~0u, up_to - sum, owner);
+            bool found = false;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u32 here = __shfl_sync(~0u, pieces[i], owner);
+                found = found || rank < here;
+                if (!found) {
+                    rank -= here;
+                    ++at;
+                }
+            }
+            return at;
+        }
+        walk.before += __shfl_sync(~0u, up_to, 31);
     }
-    return {};
+    return num_states;
+}
+
+// The block's next item, from a round, or a walk, on. num_chunks is 0 when there are no more. By a
+// whole warp.
+__device__ inline Item find_item(const Work& work, const LaneSequence (&sequences)[32], u32& round,
+                                 Walk& walk) {
+    constexpr u32 num_parts = head_dim / v_rows;
+    const int lane = threadIdx.x % 32;
+    u32 number, part;
+    if (work.segment) {
+        // Which segments are work is not known before: whoever has time takes the next.
+        if (lane == 0) part = atomicAdd(work.taken, 1);
+        part = __shfl_sync(~0u, part, 0);
+        number = find_piece(work, walk, part, [](Begin begin) {
+            return begin == goes_on ? 0 : begin == is_joined ? 2 * num_parts : num_parts;
+        });
+    } else {
+        // To and fro: who had the longest of one round has the shortest of the next.
+        const u32 place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+        const u32 all = round * gridDim.x + place;
+        ++round;
+        number = min(all / num_parts, work.num_states());
+        part = all % num_parts;
+    }
+    if (number == work.num_states()) return {};
+
+    const u32 slot = number / work.num_heads;
+    const int head = static_cast<int>(number - slot * work.num_heads);
+    const Segment segment = work.segment_of(slot, sequences[lane]);
+    const Begin begin = work.segment ? work.begins[number] : is_first;
+    const i64 end = work.segment ? work.next_begin(slot, segment, head) : 1;
+    const bool is_last = end == segment.num_segments;
+    const u32 last_slot = slot + static_cast<u32>(end - segment.index) - 1;
+    const u32 next = (last_slot + 1) * work.num_heads + head;
+    const bool is_transfer = part >= num_parts;
+    // Those of the next segment, or of a final state, to be worked out by join.cu.
+    const bool is_joined_on = is_last ? begin == is_joined : work.begins[next] == is_joined;
+    const int warm_up = begin <= most_cut ? chunk * begin : 0;
+    const i64 first = segment.index * work.segment;
+    const i64 last = is_last ? segment.length : end * work.segment;
+    Item item;
+    item.head = head;
+    item.part = static_cast<int>(part % num_parts);
+    item.from = is_transfer         ? StateOf::Identity
+                : begin == is_first ? StateOf::Caller
+                                    : StateOf::Nobody;
+    item.from_matrix = segment.sequence * work.num_heads + head;
+    item.to = is_transfer    ? StateOf::Transfer
+              : is_joined_on ? StateOf::Local
+              : is_last      ? StateOf::Caller
+                             : StateOf::Nobody;
+    item.to_matrix = item.to == StateOf::Caller
+                         ? item.from_matrix
+                         : static_cast<i64>(last_slot) * work.num_heads + head;
+    item.begin = segment.begin + first - warm_up;
+    item.num_tokens = static_cast<int>(last - first) + warm_up;
+    // One without tokens has a chunk too, in which nothing happens.
+    item.num_chunks = max(1, (item.num_tokens + chunk - 1) / chunk);
+    item.num_loud = item.num_chunks - warm_up / chunk;
+    return item;
 }
 
 // The items of a block, as each kind of warp meets them: for (Items items(smem); items.next();)

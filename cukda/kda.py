@@ -11,23 +11,19 @@ _FP32 = ("float32",)
 _STATES = ("bfloat16", "float32")
 _BOUNDS = ("int32", "int64")
 # The kernels' parameters: pointers (P), floats, ints (i) and T (q), in their order.
-_PARAMETERS = struct.Struct("@PPPPP f PPP f Pi Pi Pii q i i I PP PP i")
-_CUTS_PARAMETERS = struct.Struct("@PP PP f Pii q i i I PP")
-_CHAIN_PARAMETERS = struct.Struct("@Pii q i i I PP PP")
-# The kernel's Pass.
-_WHOLE, _ENDS, _FORWARD = 0, 1, 2
+_PARAMETERS = struct.Struct("@PPPPP f PPP f Pi Pi Pii q i i I PP PPP")
+_CUTS_PARAMETERS = struct.Struct("@PP PP f Pii q i i I ii PPP")
+_JOIN_PARAMETERS = struct.Struct("@f PPi Pii q i i I i PP PPP P")
 # The kernel's StateKind.
 _STATE_KINDS = {None: 0, "bfloat16": 1, "float32": 2}
 _BOUND_BYTES = {None: 0, "int32": 4, "int64": 8}
-# Of the kernel's two counts of items taken.
-_TAKEN_BYTES = 8
-# Of a state in float32.
-_STATE_BYTES = 4 * plan.HEAD_DIM**2
 _MAX_FLOAT32 = 3.4028234663852886e38
 # The kernel counts its work in 32 bits, and each state of a head is a piece of it.
 _MAX_STATES = 2**31 - 1
 # The kernel moves rows of 128 in pieces of up to 16 bytes.
 _ROW_ALIGNMENT = 16
+# A segment that no sequence comes to.
+_NEVER = 2**31 - 1
 _LOWEST_BOUND = -5.0
 
 
@@ -247,83 +243,87 @@ def _launch(call: _Call, stream) -> None:
         packed = call.cu_seqlens is not None
         initial_pointer, final_pointer = _pointer(call.initial_state), _pointer(call.final_state)
         in_place = initial_pointer != 0 and initial_pointer == final_pointer
-        shape = plan.Shape(call.num_sequences, num_tokens, num_heads, packed, in_place)
+        shape = plan.Shape(call.num_sequences, num_tokens, num_heads, packed)
         launch = plan.plan(shape, jit.gpu())
-
-        # What segments leave for each other: states at their ends, and whether they are cut.
-        num_states = launch.num_slots * num_heads if launch.segment else 0
-        ends_bytes = num_states * _STATE_BYTES if launch.is_joined else 0
+        segments = launch.segments
         # A last segment may write its final state before the first has read the initial one.
-        copy_bytes = call.initial_state.num_bytes if in_place and launch.segment else 0
-        taken_bytes = _TAKEN_BYTES if launch.segment else 0
-        num_bytes = 2 * ends_bytes + copy_bytes + taken_bytes + num_states
-        with arrays.Workspace(num_bytes, stream_pointer) as workspace:
-            if copy_bytes:
-                initial_pointer = workspace.pointer + 2 * ends_bytes
-                workspace.copy(initial_pointer, final_pointer, copy_bytes)
-            ends = workspace.pointer, workspace.pointer + ends_bytes
-            taken = workspace.pointer + 2 * ends_bytes + copy_bytes
-            work = (
+        at = plan.Workspace.of(segments, shape, is_copied=in_place)
+        with arrays.Workspace(at.num_bytes, stream_pointer) as workspace:
+            begin = workspace.pointer
+            if in_place and segments.length:
+                initial_pointer = begin + at.copy
+                workspace.copy(initial_pointer, final_pointer, call.initial_state.num_bytes)
+            sequences = (
                 _pointer(call.cu_seqlens),
                 _BOUND_BYTES[_dtype(call.cu_seqlens)],
                 call.num_sequences,
                 num_tokens,
                 num_heads,
-                launch.segment,
+                segments.length,
                 launch.num_slots,
-                taken + taken_bytes,
-                taken,
             )
+            found = begin + at.begins, begin + at.taken
+            ends = begin + at.locals, begin + at.transfers, begin + at.queries
+            ready = begin + at.ready if segments.join_every else 0
+            final = final_pointer, _STATE_KINDS[_dtype(call.final_state)]
 
-            def run(variant, grid, shared_bytes, layout, *parameters):
+            def run(variant, grid, layout, *parameters):
+                shared_bytes = variant.shared_bytes
                 kernel = jit.kernel(variant.source, variant.entry, variant.defines, shared_bytes)
                 block = variant.num_threads
                 kernel(grid, block, shared_bytes, stream_pointer, layout, *parameters)
 
-            def scan(grid, which):
-                run(
-                    launch.variant,
-                    grid,
-                    launch.variant.shared_bytes,
-                    _PARAMETERS,
-                    call.q.pointer,
-                    call.k.pointer,
-                    call.v.pointer,
-                    call.g.pointer,
-                    call.beta.pointer,
-                    call.scale,
-                    call.out.pointer,
-                    _pointer(call.A_log),
-                    _pointer(call.dt_bias),
-                    call.lower_bound,
-                    initial_pointer,
-                    _STATE_KINDS[_dtype(call.initial_state)],
-                    final_pointer,
-                    _STATE_KINDS[_dtype(call.final_state)],
-                    *work,
-                    *ends,
-                    which,
-                )
-
-            if launch.segment:
+            if segments.length:
                 run(
                     plan.CUTS,
                     launch.cuts_grid,
-                    0,
                     _CUTS_PARAMETERS,
                     call.g.pointer,
                     call.k.pointer,
                     _pointer(call.A_log),
                     _pointer(call.dt_bias),
                     call.lower_bound,
-                    *work,
+                    *sequences,
+                    segments.first_joined if segments.join_every else _NEVER,
+                    segments.join_every,
+                    *found,
+                    ready,
                 )
-            if launch.is_joined:
-                scan(launch.ends_grid, _ENDS)
-                run(plan.CHAIN, launch.chain_grid, 0, _CHAIN_PARAMETERS, *work, *ends)
-                scan(launch.grid, _FORWARD)
-            else:
-                scan(launch.grid, _WHOLE)
+            run(
+                launch.variant,
+                launch.grid,
+                _PARAMETERS,
+                call.q.pointer,
+                call.k.pointer,
+                call.v.pointer,
+                call.g.pointer,
+                call.beta.pointer,
+                call.scale,
+                call.out.pointer,
+                _pointer(call.A_log),
+                _pointer(call.dt_bias),
+                call.lower_bound,
+                initial_pointer,
+                _STATE_KINDS[_dtype(call.initial_state)],
+                *final,
+                *sequences,
+                *found,
+                *ends,
+            )
+            if segments.join_every:
+                run(
+                    plan.JOIN,
+                    launch.join_grid,
+                    _JOIN_PARAMETERS,
+                    call.scale,
+                    call.out.pointer,
+                    *final,
+                    *sequences,
+                    segments.join_every,
+                    *found,
+                    *ends,
+                    ready,
+                )
 
 
 def _pointer(array: arrays.Array | None) -> int:

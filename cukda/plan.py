@@ -5,6 +5,7 @@ or on a part of its V rows. The sizes stated here are checked by static_asserts 
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,10 +57,12 @@ _TOKEN_CYCLES = {
 # ... and that pass before a block's first item, and for each item, whatever its length.
 _START_CYCLES = 9_000
 _ITEM_CYCLES = 7_000
-# ... for CUTS, for a launch with nothing to do, and for a step of CHAIN.
+# ... for CUTS, for JOIN with nothing to do, and for a step of its chain.
 _CUTS_CYCLES = 13_000
-_LAUNCH_CYCLES = 6_500
-_CHAIN_CYCLES = 4_000
+_JOIN_CYCLES = 6_500
+_CHAIN_CYCLES = 1_500
+# Outputs that JOIN adds to, a cycle: tokens of a head.
+_OUTPUTS_PER_CYCLE = 1.5
 # A segment begins with the tokens before it that make its state: 32 or 48 where the gate is fast.
 _WARM_UP = 40
 # Segments are made of pairs of chunks, so that few lengths are thought of; and at least so long.
@@ -72,12 +75,19 @@ _TOKEN_BITS = 5
 # Cuts pay where the gate is fast, and the same launch must do where it is slow and there are none:
 # the device sees to that, head by head. Fast gates count this many times.
 _FAST_WEIGHT = 3
-# Whether segments may be joined where there is no cut; and the most states that a call keeps for
-# that, a multiprocessor: 64 KB each, 270 MB on 132 multiprocessors.
-_JOINED = (False, True)
-_MOST_STATES = 32
-# Of a grid.
-_MOST_BLOCKS = 2**31 - 1
+# The most memory that a call takes beside the caller's.
+_MOST_BYTES = 2**30
+# Blocks of a grid, and items that blocks count.
+_MOST_ITEMS = 2**31 - 1
+# Of a state in float32, a row in bf16, the counts of items taken, and one of chains.
+_STATE_BYTES = 4 * HEAD_DIM**2
+_ROW_BYTES = 2 * HEAD_DIM
+_TAKEN_BYTES = 8
+_COUNT_BYTES = 4
+# Places where segments are joined: each one where they might be cut, each second, ...
+_JOIN_EVERY = (1, 2, 3)
+# Of JOIN, for outputs, a multiprocessor.
+_JOIN_BLOCKS = 2
 
 
 class Gpu(NamedTuple):
@@ -161,14 +171,18 @@ class Helper(NamedTuple):
     source: str
     entry: str
     num_threads: int
-    # Headers want the sizes of some variant.
-    defines: tuple[tuple[str, int], ...] = Variant(128, 4).defines
+    shared_bytes: int = 0
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        # Headers want the sizes of some variant.
+        return (*Variant(128, 4).defines, ("JOIN_SHARED_BYTES", self.shared_bytes))
 
 
-# Finds where sequences may be cut; and joins segments where they are not.
+# Finds where sequences may be cut; and joins segments where they are not, by parts of a state.
 CUTS = Helper("cuts.cu", "kda_cuts", 128)
-CHAIN = Helper("chain.cu", "kda_chain", 512)
-_CHAIN_ROWS = 16
+JOIN = Helper("join.cu", "kda_join", 256, 83_984)
+_NUM_CHAIN_PARTS = 8
 
 
 class Shape(NamedTuple):
@@ -178,25 +192,65 @@ class Shape(NamedTuple):
     num_tokens: int
     num_heads: int
     packed: bool
-    in_place: bool = False  # the final state takes the initial one's place
+
+
+class Segments(NamedTuple):
+    """How sequences are split: tokens from one place where they may be cut to the next (0: they are
+    not); and segments from one place to the next where they are joined if there is no cut (0: they
+    are not), the first of a sequence's such places being `first_joined`.
+    """
+
+    length: int = 0
+    join_every: int = 0
+    first_joined: int = 0
+
+
+class Workspace(NamedTuple):
+    """Where in a call's memory beside the caller's its parts begin, in bytes, and where it ends: a
+    state of each slot and head, and a transfer; what transfers put out, rounded, and what that
+    left; a copy of the initial states; counts of items taken; for each slot and head how many
+    chains have come there; and with what it begins.
+    """
+
+    locals: int
+    transfers: int
+    queries: int
+    copy: int
+    taken: int
+    ready: int
+    begins: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, segments: Segments, shape: Shape, is_copied: bool) -> "Workspace":
+        num_states = _num_slots(segments, shape) * shape.num_heads if segments.length else 0
+        num_joined = num_states if segments.join_every else 0
+        num_rows = shape.num_tokens * (1 if shape.packed else shape.num_sequences)
+        num_copied = shape.num_sequences * shape.num_heads if is_copied and segments.length else 0
+        sizes = (
+            num_joined * _STATE_BYTES,
+            num_joined * _STATE_BYTES,
+            2 * num_rows * shape.num_heads * _ROW_BYTES if num_joined else 0,
+            num_copied * _STATE_BYTES,
+            _TAKEN_BYTES if num_states else 0,
+            num_joined * _COUNT_BYTES,
+            num_states,
+        )
+        return cls(*itertools.accumulate(sizes, initial=0))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A call's launches: the kernel's variant and its blocks; tokens from one place where a
-    sequence may be cut to the next (0: it is not), the slots for its segments, and the blocks of
-    CUTS; whether segments run side by side also where there is no cut, and if so the blocks that
-    work out their ends, and those of CHAIN.
+    """A call's launches: the kernel's variant, and its blocks; the segments, slots enough for them,
+    and the blocks of CUTS and of JOIN, none where there is nothing to cut, or to join.
     """
 
     variant: Variant
     grid: int
-    segment: int
+    segments: Segments
     num_slots: int
     cuts_grid: int
-    is_joined: bool
-    ends_grid: int
-    chain_grid: int
+    join_grid: int
 
 
 def variants() -> tuple[Variant, ...]:
@@ -218,100 +272,112 @@ def plan(shape: Shape, gpu: Gpu) -> Plan:
     # T may differ from call to call; that which it decides need not.
     shift = max(0, shape.num_tokens.bit_length() - _TOKEN_BITS)
     rounded = shape._replace(num_tokens=-(-shape.num_tokens >> shift) << shift)
-    variant, segment, is_joined = _choice(rounded, gpu)
-    return launch(variant, segment, is_joined, shape, gpu)
+    return launch(*_choice(rounded, gpu), shape, gpu)
 
 
 @functools.lru_cache(maxsize=1024)
-def _choice(shape: Shape, gpu: Gpu) -> tuple[Variant, int, bool]:
-    """The variant, the segment and is_joined that `launch` takes."""
+def _choice(shape: Shape, gpu: Gpu) -> tuple[Variant, Segments]:
+    """What `launch` takes."""
     usable = [v for v in variants() if v.shared_bytes <= gpu.max_shared_bytes] or variants()[-1:]
     usable = [v for v in usable if v.wgmma == gpu.has_wgmma] or usable
     usable = [v for v in usable if v.num_stages == usable[0].num_stages]
     choices = [
-        (variant, segment, is_joined)
+        (variant, segments)
         for variant in usable
-        for segment in _segments(variant, shape, gpu)
-        for is_joined in _JOINED
-        if _states_beside(segment, is_joined, shape) <= _MOST_STATES * gpu.num_sms
-        and _num_slots(segment, shape) * shape.num_heads <= _MOST_BLOCKS
+        for segments in _segments(variant, shape, gpu)
+        if _fits(variant, segments, shape)
     ]
-    choices = choices or [(variant, 0, False) for variant in usable]
+    choices = choices or [(variant, Segments()) for variant in usable]
     return min(choices, key=lambda choice: _cost(*choice, shape, gpu))
 
 
-def launch(variant: Variant, segment: int, is_joined: bool, shape: Shape, gpu: Gpu) -> Plan:
-    """The launches of a variant, with sequences cut every `segment` tokens, or not (0)."""
-    if segment >= shape.num_tokens:
-        segment = 0
-    num_slots = _num_slots(segment, shape)
-    num_items = num_slots * shape.num_heads * variant.num_parts
-    num_states = shape.num_sequences * shape.num_heads
-    is_joined = is_joined and segment > 0
+def launch(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> Plan:
+    """The launches of a variant, with sequences split so."""
+    if segments.length >= shape.num_tokens:
+        segments = Segments()
+    num_slots = _num_slots(segments, shape)
+    num_states = num_slots * shape.num_heads
+    num_chains = shape.num_sequences * shape.num_heads * _NUM_CHAIN_PARTS
+    is_joined = segments.join_every > 0
     return Plan(
         variant=variant,
-        grid=min(num_items, gpu.num_sms),
-        segment=segment,
+        grid=min(_num_items(variant, segments, shape), gpu.num_sms),
+        segments=segments,
         num_slots=num_slots,
-        cuts_grid=num_slots * shape.num_heads if segment else 0,
-        is_joined=is_joined,
-        ends_grid=min(2 * num_items, gpu.num_sms) if is_joined else 0,
-        chain_grid=num_states * HEAD_DIM // _CHAIN_ROWS if is_joined else 0,
+        cuts_grid=num_states if segments.length else 0,
+        join_grid=num_chains + _JOIN_BLOCKS * gpu.num_sms if is_joined else 0,
     )
 
 
-def _segments(variant: Variant, shape: Shape, gpu: Gpu) -> Iterator[int]:
-    """Lengths worth a thought: none; of packed sequences, whose lengths are not known, one that
-    cuts what is much longer than a multiprocessor's share of the whole, if that can be; and those
-    that make one, two, ... items a multiprocessor of sequences of equal length.
+def _segments(variant: Variant, shape: Shape, gpu: Gpu) -> Iterator[Segments]:
+    """Those worth a thought: none; of packed sequences, whose lengths are not known, such as cut
+    what is much longer than a multiprocessor's share of the whole, if that can be; and those that
+    make one, two, ... items a multiprocessor of sequences of equal length, cut or joined.
     """
+    yield Segments()
     num_items = shape.num_sequences * shape.num_heads * variant.num_parts
     if num_items == 0:
-        yield 0
         return
-    length = _mean_length(shape)
-    share = max(length * num_items / gpu.num_sms, 2 * length, _SHORTEST_SEGMENT)
-    may_be_long = _is_uneven(shape) and shape.num_tokens > _MUCH_LONGER * share
-    yield math.ceil(share / _UNIT) * _UNIT if may_be_long else 0
+    total = _mean_length(shape)
+    share = max(total * num_items / gpu.num_sms, 2 * total, _SHORTEST_SEGMENT)
+    if _is_uneven(shape) and shape.num_tokens > _MUCH_LONGER * share:
+        yield Segments(math.ceil(share / _UNIT) * _UNIT)
     for num_rounds in range(1, 17):
         num_segments = num_rounds * gpu.num_sms // num_items
-        if num_segments > 1:
-            segment = math.ceil(length / num_segments / _UNIT) * _UNIT
-            if segment < length:
-                yield max(segment, _SHORTEST_SEGMENT)
+        # As many that are joined make twice as many items, but for the first of a sequence.
+        for wanted in (num_segments, (num_segments + 1) // 2):
+            if wanted > 1:
+                length = max(math.ceil(total / wanted / _UNIT) * _UNIT, _SHORTEST_SEGMENT)
+                if length < total:
+                    yield Segments(length)
+                    yield from _joined(length, math.ceil(total / length), num_items, gpu)
 
 
-def _states_beside(segment: int, is_joined: bool, shape: Shape) -> int:
-    """States that a call keeps in memory besides the caller's."""
-    if segment == 0:
-        return 0
-    num_slots = _num_slots(segment, shape) if is_joined else 0
-    num_copies = shape.num_sequences if shape.in_place else 0
-    return (2 * num_slots + num_copies) * shape.num_heads
+def _joined(length: int, num_segments: int, num_items: int, gpu: Gpu) -> Iterator[Segments]:
+    """Segments of a length joined at each place, each second, ...: from the first on, and so that
+    those before take as long as all that are joined, with two items each, on the multiprocessors
+    that are left.
+    """
+    busy = 2 * num_segments * num_items / (num_items + gpu.num_sms)
+    for every in _JOIN_EVERY:
+        first = math.ceil(busy / every) * every
+        for first_joined in {every, first}:
+            if first_joined < num_segments:
+                yield Segments(length, every, first_joined)
 
 
-def _cost(variant: Variant, segment: int, is_joined: bool, shape: Shape, gpu: Gpu) -> float:
+def _fits(variant: Variant, segments: Segments, shape: Shape) -> bool:
+    """Whether a call's memory beside the caller's is not too much, nor its work to be counted."""
+    workspace = Workspace.of(segments, shape, is_copied=True)
+    num_items = _num_items(variant, segments, shape)
+    return workspace.num_bytes <= _MOST_BYTES and num_items <= _MOST_ITEMS
+
+
+def _cost(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> float:
     """Cycles from first to last, of gates that are fast and of gates that are slow."""
-    length = _mean_length(shape)
+    total = _mean_length(shape)
     num_items = shape.num_sequences * shape.num_heads * variant.num_parts
     # Of packed sequences the lengths are not known; long and short ones are dealt out evenly.
     num_rounds = num_items / gpu.num_sms
     dealt = max(1, num_rounds) if _is_uneven(shape) else math.ceil(num_rounds)
-    whole = _cycles(variant, dealt, length)
-    if segment == 0 or segment >= length:
+    whole = _cycles(variant, dealt, total)
+    length, join_every, first_joined = segments
+    if length == 0 or length >= total:
         return (_FAST_WEIGHT + 1) * whole
-    num_segments = math.ceil(length / segment)
+    num_segments = math.ceil(total / length)
     num_rounds = math.ceil(num_items * num_segments / gpu.num_sms)
-    fast = _CUTS_CYCLES + _cycles(variant, num_rounds, segment + _WARM_UP)
-    if not is_joined:
+    fast = _CUTS_CYCLES + _cycles(variant, num_rounds, length + _WARM_UP)
+    if not join_every:
         return _FAST_WEIGHT * fast + _CUTS_CYCLES + whole
-    # Of each segment but the last its local state, and of all but the first of these a transfer.
-    num_ends = math.ceil(num_items * (2 * num_segments - 3) / gpu.num_sms)
-    ends = _cycles(variant, num_ends, segment)
-    chain = _LAUNCH_CYCLES + num_segments * _CHAIN_CYCLES
-    forward = _cycles(variant, num_rounds, segment)
-    fast += 2 * _LAUNCH_CYCLES
-    return _FAST_WEIGHT * fast + _CUTS_CYCLES + ends + chain + forward
+    # An item goes on to the next place; all that are joined are two.
+    num_joined = math.ceil((num_segments - first_joined) / join_every)
+    num_ends = (first_joined / join_every + 2 * num_joined) * num_items / gpu.num_sms
+    run = join_every * length
+    busy = max(first_joined * length, math.ceil(num_ends) * run)
+    slow = _START_CYCLES + math.ceil(busy / run) * _ITEM_CYCLES + busy * variant.token_cycles
+    num_outputs = shape.num_sequences * shape.num_heads * (total - first_joined * length)
+    join = num_joined * _CHAIN_CYCLES + num_outputs / _OUTPUTS_PER_CYCLE
+    return _FAST_WEIGHT * fast + _CUTS_CYCLES + slow + join + (_FAST_WEIGHT + 1) * _JOIN_CYCLES
 
 
 def _cycles(variant: Variant, num_rounds: float, length: float) -> float:
@@ -319,13 +385,19 @@ def _cycles(variant: Variant, num_rounds: float, length: float) -> float:
     return _START_CYCLES + num_rounds * (_ITEM_CYCLES + length * variant.token_cycles)
 
 
-def _num_slots(segment: int, shape: Shape) -> int:
+def _num_slots(segments: Segments, shape: Shape) -> int:
     """Enough for every segment, however long the sequences are."""
-    if segment == 0:
+    if segments.length == 0:
         return shape.num_sequences
     if shape.packed:
-        return shape.num_tokens // segment + shape.num_sequences
-    return shape.num_sequences * -(-shape.num_tokens // segment)
+        return shape.num_tokens // segments.length + shape.num_sequences
+    return shape.num_sequences * -(-shape.num_tokens // segments.length)
+
+
+def _num_items(variant: Variant, segments: Segments, shape: Shape) -> int:
+    """The most that there may be."""
+    each = 2 if segments.join_every else 1
+    return each * _num_slots(segments, shape) * shape.num_heads * variant.num_parts
 
 
 def _is_uneven(shape: Shape) -> bool:

@@ -33,12 +33,12 @@ LONG = 200_000_000
 SHARED_BYTES = 48 * 1024
 
 
-def force(replace, variant, segment, is_joined=False):
-    """Make every plan one of this variant, with sequences cut every `segment` tokens, or not (0).
+def force(replace, variant, *segments):
+    """Make every plan one of this variant, with sequences split into these plan.Segments.
 
     replace: setattr, or a monkeypatch's, which takes it back.
     """
-    replace(plan, "_choice", lambda shape, gpu: (variant, segment, is_joined))
+    replace(plan, "_choice", lambda shape, gpu: (variant, plan.Segments(*segments)))
 
 
 def whole_head_variant():

@@ -1,0 +1,49 @@
+// Joins segments that have run side by side (work.cuh). With S the state where a joined segment
+// begins, S_local and M what its items left, O_local what they put out, Q_M what they put aside:
+//   S where the next one begins = S M + S_local    (chain.cuh)
+//   O = O_local + scale Q_M S^T                     (outputs.cuh)
+// in products of bf16 pairs, each number as two of them: 16 bits, beside which what comes of
+// rounding states and outputs once is large.
+//
+// Block: a chain of segments, 16 of their state's rows; or the outputs of some segments, tile after
+//   tile, each once the chains have come to its state.
+// Grid: a block for each chain, then any number for outputs. A block takes the next number, so
+//   whoever is waited for is running.
+// Shared memory: struct JoinShared, dynamic.
+#include "chain.cuh"
+#include "chunk.cuh"
+#include "outputs.cuh"
+#include "work.cuh"
+
+struct JoinShared {
+    union {
+        ChainShared chain;
+        OutputsShared outputs;
+    };
+    u32 number;
+};
+static_assert(sizeof(JoinShared) == JOIN_SHARED_BYTES, "cukda/plan.py launches with another size");
+
+// cu_seqlens to num_slots, and begins to queries: see struct Work. ready: [num_slots, H], zeros:
+// how many chains have come to the state behind a segment. join_every: as kda_cuts'. final_state,
+// out: as kda_fwd's.
+extern "C" __global__ void __launch_bounds__(join_threads, 2)
+    kda_join(float scale, u16* out, void* final_state, StateKind final_kind, const void* cu_seqlens,
+             int cu_seqlens_bytes, int num_sequences, i64 num_tokens, int num_heads, int segment,
+             u32 num_slots, int join_every, const Begin* begins, u32* taken, float* locals,
+             float* transfers, u16* queries, u32* ready) {
+    extern __shared__ __align__(128) unsigned char storage[];
+    JoinShared& smem = *reinterpret_cast<JoinShared*>(storage);
+    const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens, num_heads, segment,
+                       num_slots,  begins,           locals,        transfers,  queries,   taken};
+    if (threadIdx.x == 0) smem.number = atomicAdd(taken + 1, 1);
+    __syncthreads();
+    const u32 number = smem.number;
+    const u32 num_chains = num_sequences * num_heads * num_chain_parts;
+    if (number < num_chains) {
+        run_chain(smem.chain, work, {final_state, final_kind}, ready, number);
+    } else {
+        run_outputs(smem.outputs, work, join_every, out, scale, ready, number - num_chains,
+                    gridDim.x - num_chains);
+    }
+}

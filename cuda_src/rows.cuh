@@ -1,0 +1,62 @@
+// A warp's 16 rows of a state, and what belongs to them of V and O, which are [tokens x v] in
+// memory and, as products with the state, [v x tokens] in registers.
+//
+// Fragment row r (0-7) of half h (r, or r + 8) is v = 4 (r / 2) + 2 h + r % 2. Transposed, a lane
+// then holds four neighbouring v of one token: eight bytes, and four lanes a full 32-byte sector.
+#pragma once
+
+#include "chunk.cuh"
+
+// This lane's first row of the warp's 16, as the offset of its elements; its other one is two on.
+__device__ inline int state_row_offset(int lane) {
+    const int row = lane / 4;
+    return (4 * (row / 2) + row % 2) * head_dim;
+}
+constexpr int state_half_offset = 2 * head_dim;
+
+// A chunk of V or O as a lane holds it: tokens lane / 4 and lane / 4 + 8, four v each.
+struct Rows {
+    uint2 token[2];
+};
+
+// half_stride: elements from a token to the one eight later. num_left: rows there are from the
+// lane's first on.
+__device__ inline void load_rows(Rows& rows, const u16* v, i64 half_stride, int num_left) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        rows.token[half] = make_uint2(0, 0);
+        if (num_left > 8 * half) {
+            rows.token[half] = *reinterpret_cast<const uint2*>(v + half * half_stride);
+        }
+    }
+}
+
+__device__ inline void store_rows(u16* out, i64 half_stride, int num_left, const Rows& rows) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (num_left > 8 * half) st_global_v2(out + half * half_stride, rows.token[half]);
+    }
+}
+
+// Such rows as they come out of, and go into, a product: [16 (v) x 8 (tokens)], twice.
+__device__ inline void unpack_rows(float (&x)[2][4], const Rows& rows) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const u32 low = movmatrix_trans(rows.token[half].x);
+        const u32 high = movmatrix_trans(rows.token[half].y);
+        x[half][0] = bf16_low(low);
+        x[half][1] = bf16_high(low);
+        x[half][2] = bf16_low(high);
+        x[half][3] = bf16_high(high);
+    }
+}
+
+__device__ inline Rows round_rows(const float (&o)[2][4]) {
+    Rows rows;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        rows.token[half].x = movmatrix_trans(cvt_bf16x2(o[half][0], o[half][1]));
+        rows.token[half].y = movmatrix_trans(cvt_bf16x2(o[half][2], o[half][3]));
+    }
+    return rows;
+}
