@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+import types
 
 import bench
 import figures
@@ -103,6 +105,29 @@ def test_a_start_is_timed_from_the_start_of_python(monkeypatch):
     monkeypatch.setattr(bench, "FIRST_RESULT", "import time; time.sleep(0.2); print(time.time())")
     times = bench._start_seconds(2)
     assert len(times) == 2 and all(0.2 < seconds < 20 for seconds in times)
+
+
+def test_all_work_is_queued_before_any_is_waited_for(monkeypatch):
+    """With a stand-in for CuPy in which work takes 1, 2, 3 ms."""
+    done, now = [], [0]
+
+    class Event:
+        def record(self):
+            self.ms = now[0]
+            done.append("record")
+
+        def synchronize(self):
+            done.append("wait")
+
+    def work():
+        now[0] += 1 + done.count("work")
+        done.append("work")
+
+    cupy = types.ModuleType("cupy")
+    cupy.cuda = types.SimpleNamespace(Event=Event, get_elapsed_time=lambda a, b: b.ms - a.ms)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert bench._elapsed_ms(work, 3) == [1, 2, 3]
+    assert done == ["record", "work"] * 3 + ["record", "wait"]
 
 
 def test_files(result, tmp_path):
