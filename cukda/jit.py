@@ -214,6 +214,18 @@ def cache_folder() -> str:
     return folder
 
 
+def why_no_gpu() -> str | None:
+    """Why nothing can run on a GPU here, in words for messages; None where something can."""
+    try:
+        count = import_cupy().cuda.runtime.getDeviceCount()
+    except ImportError as error:
+        return str(error)
+    # CUDA's own, or CuPy's where half of a driver is there.
+    except RuntimeError as error:
+        return _gpu_error_text(error)
+    return None if count else "the driver lists no GPU"
+
+
 def nvrtc_version() -> str:
     """As in "12.9". Errors: ImportError without CuPy; RuntimeError without NVRTC, naming the
     extra.
@@ -248,7 +260,14 @@ def _current_device() -> int:
     try:
         return runtime.getDevice()
     except runtime.CUDARuntimeError as error:
-        raise RuntimeError(f"cukda: no usable GPU: {_versions()}: {error}") from error
+        reason = _gpu_error_text(error)
+        raise RuntimeError(f"cukda: no usable GPU: {_versions()}: {reason}") from error
+
+
+def _gpu_error_text(error: RuntimeError) -> str:
+    """What the error says; but of a driver that is not there CUDA says that it is too old."""
+    has_driver = import_cupy().cuda.runtime.driverGetVersion() != 0
+    return str(error) if has_driver else "no NVIDIA driver is installed"
 
 
 @functools.cache

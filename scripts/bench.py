@@ -463,15 +463,9 @@ def _progress(names: list[str]):
 
 def why_not() -> str | None:
     """Why nothing can be measured on this machine, if so."""
-    try:
-        import cupy
+    from cukda import jit
 
-        cupy.cuda.runtime.getDeviceCount()
-    except ImportError as error:
-        return f"{error}: pip install 'cukda[cuda12]'"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    return jit.why_no_gpu()
 
 
 def write(result: dict, cases: dict, folder: Path) -> None:
