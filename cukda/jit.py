@@ -226,6 +226,11 @@ def why_no_gpu() -> str | None:
     return None if count else "the driver lists no GPU"
 
 
+def no_usable_gpu(error: RuntimeError) -> RuntimeError:
+    """To raise in place of what CUDA raises where its GPU cannot be used; names who takes part."""
+    return RuntimeError(f"cukda: no usable GPU: {_versions()}: {_gpu_error_text(error)}")
+
+
 def nvrtc_version() -> str:
     """As in "12.9". Errors: ImportError without CuPy; RuntimeError without NVRTC, naming the
     extra.
@@ -260,8 +265,7 @@ def _current_device() -> int:
     try:
         return runtime.getDevice()
     except runtime.CUDARuntimeError as error:
-        reason = _gpu_error_text(error)
-        raise RuntimeError(f"cukda: no usable GPU: {_versions()}: {reason}") from error
+        raise no_usable_gpu(error) from error
 
 
 def _gpu_error_text(error: RuntimeError) -> str:
