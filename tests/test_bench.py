@@ -142,6 +142,13 @@ def test_files(result, tmp_path):
     assert written["bench.png"].startswith(b"\x89PNG")
 
 
+def test_the_caption_says_where_torch_is_missing(result):
+    sentence = " Torch is missing or sees no GPU, so the arrays are CuPy's and no peer is timed."
+    with_torch = figures.caption(result)
+    result["arrays"] = "CuPy"
+    assert figures.caption(result) == with_torch.replace("torch arrays", "CuPy arrays") + sentence
+
+
 def test_nothing_measured_makes_no_plot(result, tmp_path):
     result["bench"] = {}
     bench.write(result, CASES, tmp_path)
