@@ -220,13 +220,6 @@ __device__ inline bool mbarrier_test_wait_parity(u32 barrier, u32 parity) {
     return done != 0;
 }
 
-// The smaller of each half; NaN where either is NaN (C++'s min drops it).
-__device__ inline u32 min_nan_bf16x2(u32 a, u32 b) {
-    u32 smaller;
-    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
-    return smaller;
-}
-
 // Makes what this thread stored to shared memory visible to wgmma, which reads it by another route.
 __device__ inline void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -313,11 +306,6 @@ __device__ inline void keep_in_order(float& x) { asm volatile("" : "+f"(x)); }
 // Two words in one store; C++'s may be split where the words are in registers apart.
 __device__ inline void st_global_v2(void* pointer, uint2 x) {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(pointer), "r"(x.x), "r"(x.y) : "memory");
-}
-
-// A barrier of the block's first `threads` threads. Number 1: number 0 is __syncthreads.
-__device__ inline void barrier_sync(int threads) {
-    asm volatile("barrier.cta.sync 1, %0;" ::"r"(threads) : "memory");
 }
 
 // Brings the cache line at this address into L2.

@@ -91,14 +91,12 @@ def installed() -> dict:
         found["nvrtc"] = jit.nvrtc_version()
     except RuntimeError as error:
         found["no_nvrtc_because"] = str(error)
-    runtime = cupy.cuda.runtime
-    try:
-        count = runtime.getDeviceCount()
-        found["cuda"] = _dotted(runtime.driverGetVersion())
-    except runtime.CUDARuntimeError as error:
-        has_driver = runtime.driverGetVersion() != 0
-        found["no_gpu_because"] = str(error) if has_driver else "no NVIDIA driver is installed"
+    if reason := jit.why_no_gpu():
+        found["no_gpu_because"] = reason
         return found
+    runtime = cupy.cuda.runtime
+    count = runtime.getDeviceCount()
+    found["cuda"] = _dotted(runtime.driverGetVersion())
     for ordinal in range(count):
         properties = runtime.getDeviceProperties(ordinal)
         found["gpus"].append(
@@ -110,9 +108,6 @@ def installed() -> dict:
                 "memory_gib": round(properties["totalGlobalMem"] / 2**30),
             }
         )
-    if not count:
-        found["no_gpu_because"] = "the driver lists none"
-        return found
     best = max(
         range(count), key=lambda i: (found["gpus"][i]["capability"], found["gpus"][i]["sms"])
     )

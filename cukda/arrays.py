@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cukda import dlpack
-from cukda.jit import import_cupy
+from cukda.jit import import_cupy, no_usable_gpu
 
 CPU = -1
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
@@ -404,14 +404,17 @@ def _view_dlpack(name: str, producer: object, stream: object) -> Array:
     if ordinal is None:
         loan = dlpack.borrow(name, producer, None)
     else:
-        cupy = import_cupy()
-        if stream is None:
-            pointer = _current_stream("dlpack", ordinal)
-        else:
-            pointer = _stream_pointer(stream, ordinal)
-        # Some producers export only what is on the current device.
-        with cupy.cuda.Device(ordinal):
-            loan = dlpack.borrow(name, producer, pointer)
+        cuda = import_cupy().cuda
+        try:
+            if stream is None:
+                pointer = _current_stream("dlpack", ordinal)
+            else:
+                pointer = _stream_pointer(stream, ordinal)
+            # Some producers export only what is on the current device.
+            with cuda.Device(ordinal):
+                loan = dlpack.borrow(name, producer, pointer)
+        except cuda.runtime.CUDARuntimeError as error:
+            raise no_usable_gpu(error) from error
     device = CPU if ordinal is None else ordinal
     memory = (loan.pointer, loan.shape, loan.strides, loan.dtype)
     return Array(name, *memory, device, "dlpack", loan.writable, loan)

@@ -214,6 +214,23 @@ def cache_folder() -> str:
     return folder
 
 
+def why_no_gpu() -> str | None:
+    """Why nothing can run on a GPU here, in words for messages; None where something can."""
+    try:
+        count = import_cupy().cuda.runtime.getDeviceCount()
+    except ImportError as error:
+        return str(error)
+    # CUDA's own, or CuPy's where half of a driver is there.
+    except RuntimeError as error:
+        return _gpu_error_text(error)
+    return None if count else "the driver lists no GPU"
+
+
+def no_usable_gpu(error: RuntimeError) -> RuntimeError:
+    """To raise in place of what CUDA raises where its GPU cannot be used; names who takes part."""
+    return RuntimeError(f"cukda: no usable GPU: {_versions()}: {_gpu_error_text(error)}")
+
+
 def nvrtc_version() -> str:
     """As in "12.9". Errors: ImportError without CuPy; RuntimeError without NVRTC, naming the
     extra.
@@ -248,7 +265,13 @@ def _current_device() -> int:
     try:
         return runtime.getDevice()
     except runtime.CUDARuntimeError as error:
-        raise RuntimeError(f"cukda: no usable GPU: {_versions()}: {error}") from error
+        raise no_usable_gpu(error) from error
+
+
+def _gpu_error_text(error: RuntimeError) -> str:
+    """What the error says; but of a driver that is not there CUDA says that it is too old."""
+    has_driver = import_cupy().cuda.runtime.driverGetVersion() != 0
+    return str(error) if has_driver else "no NVIDIA driver is installed"
 
 
 @functools.cache

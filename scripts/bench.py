@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -273,23 +274,27 @@ def _copies(data: dict, outputs: dict):
 
 def _device_ms(calls: list, torch) -> float:
     """Median over replays of a graph of calls, one after the other, per call."""
-    import cupy
-
     for call in calls:
         call()
     repeats = -(-MIN_CALLS_PER_GRAPH // len(calls))
     replay = _captured(calls * repeats, torch)
     for _ in range(3):
         replay()
+    return statistics.median(_elapsed_ms(replay, NUM_REPLAYS)) / (len(calls) * repeats)
+
+
+def _elapsed_ms(work: Callable, count: int) -> list[float]:
+    """Device times of some work that is queued so many times, one after the other."""
+    import cupy
+
     # All are queued before the first is waited for: the device never waits for the host.
-    events = [cupy.cuda.Event() for _ in range(NUM_REPLAYS + 1)]
+    events = [cupy.cuda.Event() for _ in range(count + 1)]
     for event in events[:-1]:
         event.record()
-        replay()
+        work()
     events[-1].record()
     events[-1].synchronize()
-    times = [cupy.cuda.get_elapsed_time(a, b) for a, b in itertools.pairwise(events)]
-    return statistics.median(times) / (len(calls) * repeats)
+    return [cupy.cuda.get_elapsed_time(a, b) for a, b in itertools.pairwise(events)]
 
 
 def _captured(calls: list, torch):
@@ -458,15 +463,9 @@ def _progress(names: list[str]):
 
 def why_not() -> str | None:
     """Why nothing can be measured on this machine, if so."""
-    try:
-        import cupy
+    from cukda import jit
 
-        cupy.cuda.runtime.getDeviceCount()
-    except ImportError as error:
-        return f"{error}: pip install 'cukda[cuda12]'"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    return jit.why_no_gpu()
 
 
 def write(result: dict, cases: dict, folder: Path) -> None:

@@ -110,6 +110,7 @@ def accuracy_table(result: dict, cases: dict[str, Case]) -> str:
 def caption(result: dict) -> str:
     """What was measured, how and on what, in one paragraph."""
     machine = result["machine"]
+    no_torch = " Torch is missing or sees no GPU, so the arrays are CuPy's and no peer is timed."
     return (
         f"{machine['card']}, driver {machine['driver']}, CuPy {machine['cupy']}, "
         f"NVRTC {machine['nvrtc']}, {result['date']}. Milliseconds; `ours` is the median device "
@@ -121,6 +122,7 @@ def caption(result: dict) -> str:
         "13.0); cudnn-frontend was fed fp32 g and beta, and stands only where it is the faster of "
         "the two. `ratio` is best peer / ours, above 1 where cukda is faster. `bar` is this "
         "project's target for a kernel that uses Hopper's wgmma."
+        + (no_torch if result["arrays"] == "CuPy" else "")
     )
 
 

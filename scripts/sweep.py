@@ -367,24 +367,11 @@ def _device_ms(calls: list, torch) -> float:
     # The first may compile.
     for call in calls:
         call()
-    rough_ms = _elapsed_ms(lambda: [call() for call in calls], 1)[0] / len(calls)
+    rough_ms = bench._elapsed_ms(lambda: [call() for call in calls], 1)[0] / len(calls)
     num_repeats, num_replays = schedule(rough_ms, len(calls))
     replay = bench._captured(calls * num_repeats, torch)
     replay()
-    return statistics.median(_elapsed_ms(replay, num_replays)) / (len(calls) * num_repeats)
-
-
-def _elapsed_ms(work: Callable, count: int) -> list[float]:
-    """Device times of some work that is queued so many times, one after the other."""
-    import cupy
-
-    events = [cupy.cuda.Event() for _ in range(count + 1)]
-    for event in events[:-1]:
-        event.record()
-        work()
-    events[-1].record()
-    events[-1].synchronize()
-    return [cupy.cuda.get_elapsed_time(a, b) for a, b in itertools.pairwise(events)]
+    return statistics.median(bench._elapsed_ms(replay, num_replays)) / (len(calls) * num_repeats)
 
 
 def schedule(call_ms: float, num_calls: int) -> tuple[int, int]:

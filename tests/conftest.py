@@ -11,18 +11,7 @@ from cukda import jit, plan
 
 GIB = 1 << 30
 
-
-@functools.cache
-def _missing_gpu():
-    """Why the GPU tests cannot run, or None."""
-    try:
-        import cupy
-
-        num_devices = cupy.cuda.runtime.getDeviceCount()
-    # Whatever a machine without a driver, or with half of one, comes up with.
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None if num_devices else "no device"
+_why_no_gpu = functools.cache(jit.why_no_gpu)
 
 
 def _absent(reason):
@@ -34,7 +23,7 @@ def _absent(reason):
 # Before any fixture of the test, so that none of them needs to ask.
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu") and (reason := _missing_gpu()):
+    if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
         _absent(f"no GPU was found ({reason})")
 
 

@@ -13,8 +13,10 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
+from test_jit import CUDARuntimeError, FakeCuPy
 
-from cukda import arrays, dlpack
+import cukda
+from cukda import arrays, dlpack, jit
 
 torch = pytest.importorskip("torch")
 
@@ -255,6 +257,30 @@ def test_dlpack_refuses_other_devices_and_failing_producers():
     expected = r"^x: expected an array that DLPack can export, got Producer \(BufferError: "
     with pytest.raises(TypeError, match=expected):
         arrays.view("x", Producer(np.zeros(3, "M8[s]"), device=(1, 0)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda producer: arrays.view("q", producer),
+        lambda producer: arrays.view("q", producer, 33),
+        lambda producer: arrays.real("scale", producer),
+        cukda.sigmoid,
+    ],
+    ids=["view", "view, stream", "real", "sigmoid"],
+)
+def test_dlpack_on_a_gpu_without_a_driver(monkeypatch, call):
+    def fail(device):
+        raise CUDARuntimeError("driver version is insufficient")
+
+    fake = FakeCuPy()
+    fake.cuda.Device = fake.cuda.get_current_stream = fail
+    fake.cuda.runtime.driverGetVersion = lambda: 0
+    monkeypatch.setattr(arrays, "import_cupy", lambda: fake)
+    monkeypatch.setattr(jit, "import_cupy", lambda: fake)
+    message = "^cukda: no usable GPU: no driver, .*: no NVIDIA driver is installed$"
+    with pytest.raises(RuntimeError, match=message):
+        call(Producer(np.zeros((), np.float32), device=(2, 0)))
 
 
 def header(capsule):

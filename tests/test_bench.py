@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+import types
 
 import bench
 import figures
@@ -105,6 +107,29 @@ def test_a_start_is_timed_from_the_start_of_python(monkeypatch):
     assert len(times) == 2 and all(0.2 < seconds < 20 for seconds in times)
 
 
+def test_all_work_is_queued_before_any_is_waited_for(monkeypatch):
+    """With a stand-in for CuPy in which work takes 1, 2, 3 ms."""
+    done, now = [], [0]
+
+    class Event:
+        def record(self):
+            self.ms = now[0]
+            done.append("record")
+
+        def synchronize(self):
+            done.append("wait")
+
+    def work():
+        now[0] += 1 + done.count("work")
+        done.append("work")
+
+    cupy = types.ModuleType("cupy")
+    cupy.cuda = types.SimpleNamespace(Event=Event, get_elapsed_time=lambda a, b: b.ms - a.ms)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert bench._elapsed_ms(work, 3) == [1, 2, 3]
+    assert done == ["record", "work"] * 3 + ["record", "wait"]
+
+
 def test_files(result, tmp_path):
     pytest.importorskip("matplotlib")
     bench.write(result, CASES, tmp_path / "new")
@@ -115,6 +140,13 @@ def test_files(result, tmp_path):
     assert "A card, driver 1.2, CuPy 14.0.0, NVRTC 12.9, 2000-01-02" in markdown
     assert "WRONG: slow: out is off by" in markdown
     assert written["bench.png"].startswith(b"\x89PNG")
+
+
+def test_the_caption_says_where_torch_is_missing(result):
+    sentence = " Torch is missing or sees no GPU, so the arrays are CuPy's and no peer is timed."
+    with_torch = figures.caption(result)
+    result["arrays"] = "CuPy"
+    assert figures.caption(result) == with_torch.replace("torch arrays", "CuPy arrays") + sentence
 
 
 def test_nothing_measured_makes_no_plot(result, tmp_path):

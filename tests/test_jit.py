@@ -497,10 +497,18 @@ def test_nvrtc_version(fake):
     assert jit.nvrtc_version() == "12.9"
 
 
-def test_too_old_a_driver_is_named(fake):
+@pytest.mark.parametrize(
+    ("driver", "message"),
+    [
+        (12040, r": driver for CUDA 12\.4, .*: driver version is insufficient$"),
+        (0, ": no driver, .*: no NVIDIA driver is installed$"),
+    ],
+)
+def test_too_old_a_driver_or_none_is_named(fake, driver, message):
     def fail():
         raise CUDARuntimeError("driver version is insufficient")
 
     fake.cuda.runtime.getDevice = fail
-    with pytest.raises(RuntimeError, match=r"driver for CUDA 12\.4.*insufficient"):
+    fake.cuda.runtime.driverGetVersion = lambda: driver
+    with pytest.raises(RuntimeError, match=f"^cukda: no usable GPU{message}"):
         jit.kernel("a.cu", "entry")

@@ -69,6 +69,14 @@ def test_asm_stands_in_one_file(path):
     assert bool(uses) == (path.name == "ptx.cuh")
 
 
+def test_every_instruction_has_a_caller():
+    texts = {path.name: without_comments(path.read_text()) for path in CUDA}
+    words = re.findall(r"\w+", " ".join(texts.values()))
+    functions = set(re.findall(r"__device__ inline \w+ (\w+)\(", texts["ptx.cuh"]))
+    assert functions
+    assert [name for name in sorted(functions) if words.count(name) < 2] == []
+
+
 @pytest.mark.parametrize("path", CUDA, ids=file_name)
 def test_cuda_includes_only_its_own_files(path):
     """So that a machine without CUDA's headers compiles."""
