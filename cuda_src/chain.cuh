@@ -1,157 +1,165 @@
 // The chain of a sequence's joined segments: the state S where each begins,
 //   S <- S M + S_local
-// by 16 rows of S, which are rows of their own throughout. Eight warps, 16 columns each. M comes in
-// slices of 32 rows, three ahead of the one in use.
+// by 16 rows of S, which are rows of their own throughout. Eight warps, 16 columns each, which come
+// to each of them as S's operand (split.cuh).
 #pragma once
 
+#include "rows.cuh"
 #include "split.cuh"
 #include "work.cuh"
 
 constexpr int join_threads = 256, join_warps = join_threads / 32;
-constexpr int chain_rows = 16, num_chain_parts = head_dim / chain_rows;
-static_assert(join_warps * 16 == head_dim, "a warp makes the operand of 16 columns");
-
-constexpr int slice_rows = 32, num_slices = head_dim / slice_rows, num_slice_slots = 4;
-// Padded so that the rows that a warp reads at once start on different banks.
-constexpr int slice_row = head_dim + 4;
+constexpr int num_chain_parts = head_dim / 16;
+static_assert(join_warps * 16 == head_dim, "a warp has 16 columns");
+// What `ready` of a state has come to when all of its warps have written theirs.
+constexpr u32 all_ready = num_chain_parts * join_warps;
 
 struct ChainShared {
-    alignas(16) float slice[num_slice_slots][slice_rows][slice_row];
-    Split state[2][head_dim / 16][32];  // S as an A operand; the one in use, and the next
+    Split state[2][join_warps][32];  // the one in use, and the next
 };
 
-// What begins where, of 32 segments and the end of the sequence, a bit each. An item goes from one
-// begin to the next.
-struct ChainWindow {
-    u32 begins;
-    u32 known;  // joined to an item that makes the state itself
-    u32 steps;  // to an item that is joined too; or the end, of such an item, for the final state
+// Where a sequence's joined segments begin, one after the other. By a whole warp.
+struct ChainPlaces {
+    const Work& work;
+    const Slots& slots;
+    int head;
+    bool has_final;
+    int first = -32;              // of the window of 32 segments
+    u32 joined = 0, chained = 0;  // places left in it, a bit each
+    Begin last_begin = goes_on;   // before the window's end
+
+    // The next one's segment: the number of segments for the end, where the final state is wanted
+    // and the last item is joined; more when there is no next one. is_chained: whether the item
+    // before is joined too.
+    __device__ int next(bool& is_chained) {
+        while (!(joined | chained)) {
+            first += 32;
+            if (first > slots.count) return first;
+            look();
+        }
+        const int bit = __ffs(joined | chained) - 1;
+        is_chained = chained >> bit & 1;
+        joined &= ~(1u << bit);
+        chained &= ~(1u << bit);
+        return first + bit;
+    }
+
+    __device__ void look() {
+        const int lane = threadIdx.x % 32, index = first + lane;
+        Begin mine = goes_on;
+        if (index < slots.count) mine = work.begins[(slots.first + index) * work.num_heads + head];
+        const u32 begins = __ballot_sync(~0u, mine != goes_on);
+        joined = __ballot_sync(~0u, mine == is_joined);
+        const u32 before = begins & ((1u << lane) - 1);
+        const bool after_joined =
+            before ? joined >> (31 - __clz(before)) & 1 : last_begin == is_joined;
+        const bool is_end = index == slots.count && has_final;
+        chained = __ballot_sync(~0u, after_joined && (mine == is_joined || is_end));
+        if (begins) last_begin = static_cast<Begin>(__shfl_sync(~0u, mine, 31 - __clz(begins)));
+    }
 };
 
-// last_begin: of the sequence's begins before the window, the last; it becomes that of those up to
-// the window's end. By a whole warp.
-__device__ inline ChainWindow chain_window(const Work& work, const Slots& slots, int first,
-                                           int head, bool has_final, Begin& last_begin) {
-    const int lane = threadIdx.x % 32, index = first + lane;
-    Begin mine = goes_on;
-    if (index < slots.count) mine = work.begins[(slots.first + index) * work.num_heads + head];
-    ChainWindow window;
-    window.begins = __ballot_sync(~0u, mine != goes_on);
-    const u32 joined = __ballot_sync(~0u, mine == is_joined);
-    const u32 before = window.begins & ((1u << lane) - 1);
-    const bool is_chained = before ? joined >> (31 - __clz(before)) & 1 : last_begin == is_joined;
-    window.known = __ballot_sync(~0u, mine == is_joined && !is_chained);
-    const bool is_end = index == slots.count && has_final;
-    window.steps = __ballot_sync(~0u, is_chained && (mine == is_joined || is_end));
-    if (window.begins) last_begin = __shfl_sync(~0u, mine, 31 - __clz(window.begins));
-    return window;
+// four: where this lane's first four are in a matrix.
+__device__ inline void store_final(const States& final, i64 matrix, const float (&state)[2][4],
+                                   int four) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float x[4] = {state[0][2 * half], state[0][2 * half + 1], state[1][2 * half],
+                            state[1][2 * half + 1]};
+        char* to = final.row(matrix, 0) +
+                   (four + half * state_half_offset) * (final.row_bytes() / head_dim);
+        if (final.kind == StateKind::FP32) {
+            *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+        } else {
+            *reinterpret_cast<uint2*>(to) =
+                make_uint2(cvt_bf16x2(x[0], x[1]), cvt_bf16x2(x[2], x[3]));
+        }
+    }
+}
+
+// The state where a joined segment begins, in place of the local state of the one before: operands
+// of 16 rows and 16 columns, [8][8][32 lanes].
+__device__ inline Split* split_state(const Work& work, i64 matrix, int part) {
+    return reinterpret_cast<Split*>(work.locals + matrix * head_dim * head_dim) +
+           part * join_warps * 32;
 }
 
 // number: (16 rows of 128, head, sequence), the rows fastest. ready: see kda_join.
 __device__ inline void run_chain(ChainShared& smem, const Work& work, const States& final,
                                  u32* ready, u32 number) {
     const int num_heads = work.num_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int first_row = number % num_chain_parts * chain_rows;
+    const int part = number % num_chain_parts;
     const int head = static_cast<int>(number / num_chain_parts % num_heads);
     const i64 sequence = number / num_chain_parts / num_heads;
     const Slots slots = work.slots_of(sequence, work.lane_sequence());
-    // This lane's accumulators in a state: two neighbours each, of rows r and r + 8, of columns c
-    // and c + 8.
-    const int row = first_row + lane / 4, column = 16 * warp + 2 * (lane % 4);
-    const auto pair_at = [&](int i) { return (row + 8 * (i % 2)) * head_dim + column + i / 2 * 8; };
-    // The matrix that the item before a begin left.
-    const auto matrix_before = [&](int index) {
-        return (slots.first + index - 1) * num_heads + head;
-    };
-    const auto load_local = [&](float (&acc)[2][4], int index) {
-        const float* local = work.locals + matrix_before(index) * head_dim * head_dim;
+    // Of the segment before.
+    const auto matrix_of = [&](int index) { return (slots.first + index - 1) * num_heads + head; };
+    // Where this lane has four neighbours, in its first row; its other is two rows on.
+    const int four = 16 * part * head_dim + state_row_offset(lane) + 16 * warp + 4 * (lane % 4);
+    float4 local[2];
+    const auto load_local = [&](int index) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 pair = *reinterpret_cast<const float2*>(local + pair_at(i));
-            acc[i / 2][i % 2 * 2] = pair.x;
-            acc[i / 2][i % 2 * 2 + 1] = pair.y;
+        for (int half = 0; half < 2; ++half) {
+            local[half] = *reinterpret_cast<const float4*>(work.locals +
+                                                           matrix_of(index) * head_dim * head_dim +
+                                                           four + half * state_half_offset);
         }
     };
+    SplitB m[join_warps][2];
+    const auto load_m = [&](int index, int k16) {
+        const SplitB* from = split_transfer(work.transfers, matrix_of(index), k16) + warp * 2 * 32;
+        m[k16][0] = from[lane];
+        m[k16][1] = from[32 + lane];
+    };
 
-    int buffer = 0, in_buffer = -1;  // the begin whose state that is
-    int last_index = -1;             // of the begins before the window
-    Begin last_begin = goes_on;
-    for (int first = 0; first <= slots.count; first += 32) {
-        const ChainWindow window =
-            chain_window(work, slots, first, head, final.kind != StateKind::None, last_begin);
-        if (warp == 0 && window.known >> lane & 1) {
-            red_release_add(ready + matrix_before(first + lane), 1);
+    ChainPlaces places = {work, slots, head, final.kind != StateKind::None};
+    bool is_chained = false;
+    int index = places.next(is_chained);
+    if (index > slots.count) return;
+    load_local(index);
+    __syncthreads();
+    u32* to_release = nullptr;
+    for (int buffer = 0; index <= slots.count; buffer ^= 1) {
+        bool next_chained = false;
+        const int next = places.next(next_chained);
+        SplitSum sums[2];
+#pragma unroll
+        for (int k16 = 0; k16 < join_warps; ++k16) {
+            if (is_chained) {
+                const Split s = smem.state[buffer][k16][lane];
+                sums[0].add(s, m[k16][0]);
+                sums[1].add(s, m[k16][1]);
+            }
+            // A step ahead.
+            if (next_chained) load_m(next, k16);
         }
-        u32 to_fetch = window.steps, num_fetched = 0, num_used = 0;
-        const auto fetch = [&] {
-            if (to_fetch) {
-                const i64 matrix = matrix_before(first + __ffs(to_fetch) - 1);
-                const float* m = work.transfers + matrix * head_dim * head_dim +
-                                 num_fetched % num_slices * slice_rows * head_dim;
-                for (int at = threadIdx.x; at < slice_rows * head_dim / 4; at += join_threads) {
-                    float* to = smem.slice[num_fetched % num_slice_slots][at / 32];
-                    cp_async_16(shared_address(to + at % 32 * 4), m + at * 4, 16);
-                }
-                if (++num_fetched % num_slices == 0) to_fetch &= to_fetch - 1;
-            }
-            cp_async_commit();
-        };
-        for (int i = 0; i < num_slice_slots - 1; ++i) fetch();
-
-        for (u32 todo = window.steps; todo; todo &= todo - 1) {
-            const int bit = __ffs(todo) - 1, index = first + bit;
-            const u32 before = window.begins & ((1u << bit) - 1);
-            const int from = before ? first + 31 - __clz(before) : last_index;
-            float acc[2][4];
-            if (from != in_buffer) {
-                load_local(acc, from);
-                smem.state[buffer][warp][lane] = split_a(acc);
-            }
-            load_local(acc, index);
-#pragma unroll 1
-            for (int slice = 0; slice < num_slices; ++slice, ++num_used) {
-                cp_async_wait_group<num_slice_slots - 2>();
-                // All have the slice, and the state; and are done with the slot to fetch into.
-                __syncthreads();
-                fetch();
-                const auto& m = smem.slice[num_used % num_slice_slots];
+        float state[2][4];  // columns (0, 1) of the four, then (2, 3)
 #pragma unroll
-                for (int k16 = 0; k16 < slice_rows / 16; ++k16) {
-                    const Split s = smem.state[buffer][slice * (slice_rows / 16) + k16][lane];
-#pragma unroll
-                    for (int tile = 0; tile < 2; ++tile) {
-                        const int k = 16 * k16 + 2 * (lane % 4),
-                                  n = 16 * warp + 8 * tile + lane / 4;
-                        u32 high[2], low[2];
-                        split(m[k][n], m[k + 1][n], high[0], low[0]);
-                        split(m[k + 8][n], m[k + 9][n], high[1], low[1]);
-                        mma_split(acc[tile], s, high, low);
-                    }
-                }
-            }
-            buffer ^= 1;
-            smem.state[buffer][warp][lane] = split_a(acc);
-            in_buffer = index;
-            const bool is_end = index == slots.count;
-            const States to = is_end ? final : States{work.locals, StateKind::FP32};
-            const i64 matrix = is_end ? sequence * num_heads + head : matrix_before(index);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float x = acc[i / 2][i % 2 * 2], y = acc[i / 2][i % 2 * 2 + 1];
-                char* at = to.row(matrix, 0) + pair_at(i) * (to.row_bytes() / head_dim);
-                if (to.kind == StateKind::FP32) {
-                    *reinterpret_cast<float2*>(at) = make_float2(x, y);
-                } else {
-                    *reinterpret_cast<u32*>(at) = cvt_bf16x2(x, y);
-                }
-            }
-            if (!is_end) {
-                __syncthreads();
-                if (threadIdx.x == 0) red_release_add(ready + matrix_before(index), 1);
-            }
+        for (int half = 0; half < 2; ++half) {
+            state[0][2 * half] = local[half].x + sums[0].at(2 * half);
+            state[0][2 * half + 1] = local[half].y + sums[0].at(2 * half + 1);
+            state[1][2 * half] = local[half].z + sums[1].at(2 * half);
+            state[1][2 * half + 1] = local[half].w + sums[1].at(2 * half + 1);
         }
-        if (window.begins) last_index = first + 31 - __clz(window.begins);
-        cp_async_wait_group<0>();
+        // Behind work for which its stores have had the time.
+        if (to_release) {
+            __syncwarp();
+            if (lane == 0) red_release_add(to_release, 1);
+        }
+        if (index == slots.count) {
+            store_final(final, sequence * num_heads + head, state, four);
+            return;
+        }
+        const Split s = split_a(state);
+        smem.state[buffer ^ 1][warp][lane] = s;
+        if (next <= slots.count) load_local(next);
+        // All have the state; and have loaded the local one, whose place it takes.
         __syncthreads();
+        split_state(work, matrix_of(index), part)[warp * 32 + lane] = s;
+        to_release = ready + matrix_of(index);
+        index = next;
+        is_chained = next_chained;
     }
+    __syncwarp();
+    if (lane == 0) red_release_add(to_release, 1);
 }

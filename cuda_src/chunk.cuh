@@ -83,6 +83,7 @@ enum class StateOf { Nobody, Caller, Local, Transfer, Identity };
 struct Item {
     i64 begin;                   // the first row of [B * T]
     i64 from_matrix, to_matrix;  // where among those states its own are, in states of [128 x 128]
+    i64 first_chunk;             // of a transfer, in queries (work.cuh)
     StateOf from, to;
     int head, part;  // part: which v_rows of the state
     int num_tokens, num_chunks;

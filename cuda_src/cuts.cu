@@ -7,7 +7,7 @@
 #include "gate.cuh"
 #include "work.cuh"
 
-// A cut is taken where no more than 2^-60 is left of the state: of one as large as 1e6, 1e-12.
+// A cut is counts where no more than 2^-60 is left of the state: of one as large as 1e6, 1e-12.
 constexpr float log2_nothing = -60.0f;
 constexpr int scout_warps = 4, scout_threads = 32 * scout_warps;
 constexpr int scout_rounds = 2;  // of scout_warps chunks each
@@ -41,55 +41,51 @@ struct CutSource {
 // `before` rows ahead of the cut.
 __device__ inline float log2_left_by_chunk(const CutSource& source, int before) {
     constexpr int num_channels = 4;  // of a lane
-    constexpr int at_once = 4;       // tokens on their way from memory
     float bound[num_channels] = {1.0f, 1.0f, 1.0f, 1.0f};
-    i64 at = -(before + chunk) * source.token_stride;
-#pragma unroll 1
-    for (int begin = 0; begin < chunk; begin += at_once) {
-        uint2 g[at_once], k[at_once];
+    const i64 at = -(before + chunk) * source.token_stride;
+    // All on their way from memory at once: it is what this waits for.
+    uint2 g[chunk], k[chunk];
 #pragma unroll
-        for (int t = 0; t < at_once; ++t) {
-            g[t] = *reinterpret_cast<const uint2*>(source.g + at);
-            k[t] = *reinterpret_cast<const uint2*>(source.k + at);
-            at += source.token_stride;
+    for (int t = 0; t < chunk; ++t) {
+        g[t] = *reinterpret_cast<const uint2*>(source.g + at + t * source.token_stride);
+        k[t] = *reinterpret_cast<const uint2*>(source.k + at + t * source.token_stride);
+    }
+    // Two tokens to an exchange of sums between the lanes.
+#pragma unroll
+    for (int t = 0; t < chunk; t += 2) {
+        const float g0[4] = {bf16_low(g[t].x), bf16_high(g[t].x), bf16_low(g[t].y),
+                             bf16_high(g[t].y)};
+        const float g1[4] = {bf16_low(g[t + 1].x), bf16_high(g[t + 1].x), bf16_low(g[t + 1].y),
+                             bf16_high(g[t + 1].y)};
+        const float k0[4] = {bf16_low(k[t].x), bf16_high(k[t].x), bf16_low(k[t].y),
+                             bf16_high(k[t].y)};
+        const float k1[4] = {bf16_low(k[t + 1].x), bf16_high(k[t + 1].x), bf16_low(k[t + 1].y),
+                             bf16_high(k[t + 1].y)};
+        // b |k_0|; b |k_1| as if token 0 added nothing; what there is of |k_0| along |k_1| by
+        // then; and the squares.
+        float sums[5] = {};
+        float carried[num_channels];  // |k_0| e^a_1
+#pragma unroll
+        for (int c = 0; c < num_channels; ++c) {
+            const float decay = ex2_approx(log2_decay(g1[c], source.bias[c], source.gate));
+            bound[c] *= ex2_approx(log2_decay(g0[c], source.bias[c], source.gate));
+            sums[0] = fmaf(bound[c], fabsf(k0[c]), sums[0]);
+            bound[c] *= decay;
+            sums[1] = fmaf(bound[c], fabsf(k1[c]), sums[1]);
+            carried[c] = fabsf(k0[c]) * decay;
+            sums[2] = fmaf(carried[c], fabsf(k1[c]), sums[2]);
+            sums[3] = fmaf(k0[c], k0[c], sums[3]);
+            sums[4] = fmaf(k1[c], k1[c], sums[4]);
         }
-        // Two tokens to an exchange of sums between the lanes.
+        warp_sums(sums);
+        // Where squares overflow there is no telling.
+        const float nan = __int_as_float(0x7fffffff);
+        const float part0 = sums[3] < 1e37f ? sums[0] * rcp_approx(sums[3] + 1e-6f) : nan;
+        const float sum1 = fmaf(part0, sums[2], sums[1]);
+        const float part1 = sums[4] < 1e37f ? sum1 * rcp_approx(sums[4] + 1e-6f) : nan;
 #pragma unroll
-        for (int t = 0; t < at_once; t += 2) {
-            const float g0[4] = {bf16_low(g[t].x), bf16_high(g[t].x), bf16_low(g[t].y),
-                                 bf16_high(g[t].y)};
-            const float g1[4] = {bf16_low(g[t + 1].x), bf16_high(g[t + 1].x), bf16_low(g[t + 1].y),
-                                 bf16_high(g[t + 1].y)};
-            const float k0[4] = {bf16_low(k[t].x), bf16_high(k[t].x), bf16_low(k[t].y),
-                                 bf16_high(k[t].y)};
-            const float k1[4] = {bf16_low(k[t + 1].x), bf16_high(k[t + 1].x), bf16_low(k[t + 1].y),
-                                 bf16_high(k[t + 1].y)};
-            // b |k_0|; b |k_1| as if token 0 added nothing; what there is of |k_0| along |k_1| by
-            // then; and the squares.
-            float sums[5] = {};
-            float carried[num_channels];  // |k_0| e^a_1
-#pragma unroll
-            for (int c = 0; c < num_channels; ++c) {
-                const float decay = ex2_approx(log2_decay(g1[c], source.bias[c], source.gate));
-                bound[c] *= ex2_approx(log2_decay(g0[c], source.bias[c], source.gate));
-                sums[0] = fmaf(bound[c], fabsf(k0[c]), sums[0]);
-                bound[c] *= decay;
-                sums[1] = fmaf(bound[c], fabsf(k1[c]), sums[1]);
-                carried[c] = fabsf(k0[c]) * decay;
-                sums[2] = fmaf(carried[c], fabsf(k1[c]), sums[2]);
-                sums[3] = fmaf(k0[c], k0[c], sums[3]);
-                sums[4] = fmaf(k1[c], k1[c], sums[4]);
-            }
-            warp_sums(sums);
-            // Where squares overflow there is no telling.
-            const float nan = __int_as_float(0x7fffffff);
-            const float part0 = sums[3] < 1e37f ? sums[0] * rcp_approx(sums[3] + 1e-6f) : nan;
-            const float sum1 = fmaf(part0, sums[2], sums[1]);
-            const float part1 = sums[4] < 1e37f ? sum1 * rcp_approx(sums[4] + 1e-6f) : nan;
-#pragma unroll
-            for (int c = 0; c < num_channels; ++c) {
-                bound[c] = fmaf(part1, fabsf(k1[c]), fmaf(part0, carried[c], bound[c]));
-            }
+        for (int c = 0; c < num_channels; ++c) {
+            bound[c] = fmaf(part1, fabsf(k1[c]), fmaf(part0, carried[c], bound[c]));
         }
     }
     // A NaN is in all lanes, by the sums.
@@ -102,20 +98,20 @@ __device__ inline float log2_left_by_chunk(const CutSource& source, int before) 
 }
 
 // g, k: bf16 [B, T, H, 128]; A_log: fp32 [H] or null; dt_bias: fp32 [H, 128] or null; cu_seqlens
-// to num_slots, begins and taken: see struct Work. Where a sequence is not cut it is joined, from
-// segment first_joined on, at every join_every-th. Writes begins [num_slots, H], and zeros to taken
-// [2] and, if it is there, to ready [num_slots, H].
-extern "C" __global__ void __launch_bounds__(scout_threads)
+// to num_slots, begins and counts: see struct Work. Where a sequence is not cut it is joined, from
+// segment first_joined on, at every join_every-th. Writes begins [num_slots, H], and zeros to
+// counts [3] and, if it is there, to ready [num_slots, H].
+extern "C" __global__ void __launch_bounds__(scout_threads, 4)
     kda_cuts(const u16* g, const u16* k, const float* A_log, const float* dt_bias,
              float lower_bound, const void* cu_seqlens, int cu_seqlens_bytes, int num_sequences,
              i64 num_tokens, int num_heads, int segment, u32 num_slots, int first_joined,
-             int join_every, Begin* begins, u32* taken, u32* ready) {
+             int join_every, Begin* begins, u32* counts, u32* ready) {
     __shared__ float left[scout_warps];
     const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens,
                        num_heads,  segment,          num_slots,     begins};
     const u32 slot = blockIdx.x / num_heads;
     const int head = static_cast<int>(blockIdx.x - slot * num_heads);
-    if (blockIdx.x == 0 && threadIdx.x < 2) taken[threadIdx.x] = 0;
+    if (blockIdx.x == 0 && threadIdx.x < num_counts) counts[threadIdx.x] = 0;
     if (ready && threadIdx.x == 0) ready[blockIdx.x] = 0;
     const Segment mine = work.segment_of(slot, work.lane_sequence());
     if (mine.index <= 0 || mine.index >= mine.num_segments) {

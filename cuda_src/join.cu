@@ -30,13 +30,14 @@ static_assert(sizeof(JoinShared) == JOIN_SHARED_BYTES, "cukda/plan.py launches w
 extern "C" __global__ void __launch_bounds__(join_threads, 2)
     kda_join(float scale, u16* out, void* final_state, StateKind final_kind, const void* cu_seqlens,
              int cu_seqlens_bytes, int num_sequences, i64 num_tokens, int num_heads, int segment,
-             u32 num_slots, int join_every, const Begin* begins, u32* taken, float* locals,
-             float* transfers, u16* queries, u32* ready) {
+             u32 num_slots, int join_every, const Begin* begins, u32* counts, float* locals,
+             float* transfers, float* queries, u32* ready) {
     extern __shared__ __align__(128) unsigned char storage[];
     JoinShared& smem = *reinterpret_cast<JoinShared*>(storage);
     const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens, num_heads, segment,
-                       num_slots,  begins,           locals,        transfers,  queries,   taken};
-    if (threadIdx.x == 0) smem.number = atomicAdd(taken + 1, 1);
+                       num_slots,  begins,           locals,        transfers,  queries,   counts};
+    if (counts[2] == 0) return;
+    if (threadIdx.x == 0) smem.number = atomicAdd(counts + 1, 1);
     __syncthreads();
     const u32 number = smem.number;
     const u32 num_chains = num_sequences * num_heads * num_chain_parts;

@@ -8,6 +8,7 @@
 
 #include "chunk.cuh"
 #include "rows.cuh"
+#include "split.cuh"
 #include "work.cuh"
 
 constexpr int k_tiles = head_dim / 8;
@@ -304,24 +305,19 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         };
         const auto states_of = [&](StateOf of, const States& callers) {
             const States locals = {work.locals, StateKind::FP32};
-            const States transfers = {work.transfers, StateKind::FP32};
-            return of == StateOf::Caller     ? callers
-                   : of == StateOf::Local    ? locals
-                   : of == StateOf::Transfer ? transfers
-                                             : States{nullptr, StateKind::None};
+            return of == StateOf::Caller  ? callers
+                   : of == StateOf::Local ? locals
+                                          : States{nullptr, StateKind::None};
         };
 
-        // This lane's first row of the chunk, in v and out, and the rows from there to the last.
-        // A transfer has no v: no rows of it are left.
+        // Where this lane's rows of the chunk begin, in v and out, and how many there are to the
+        // last. A transfer has no v: no rows of it are left.
         const bool is_transfer = items.item().from == StateOf::Identity;
-        const i64 offset = (items.item().begin * num_heads + items.item().head) * head_dim +
-                           lane / 4 * (half_stride / 8) + first_row() + 4 * (lane % 4);
+        i64 offset = (items.item().begin * num_heads + items.item().head) * head_dim +
+                     lane / 4 * (half_stride / 8) + first_row() + 4 * (lane % 4);
         int num_left = items.item().num_tokens - lane / 4;
         Rows rows;
-        const u16* v_row = v + offset;
-        load_rows(rows, v_row, half_stride, is_transfer ? 0 : num_left);
-        const i64 v_to_out =
-            reinterpret_cast<i64>(is_transfer ? work.queries : out) - reinterpret_cast<i64>(v);
+        load_rows(rows, v + offset, half_stride, is_transfer ? 0 : num_left);
         const float item_scale = is_transfer ? 1.0f : scale;
 
         // Behind the load of v, which takes as long.
@@ -339,24 +335,20 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         for (int i = is_empty() ? 0 : items.num_chunks; i > 0; --i, ++index) {
             wait_full(smem.full, index);
             const auto load_next = [&] {
-                v_row += 2 * half_stride;
+                offset += 2 * half_stride;
                 num_left -= chunk;
-                load_rows(rows, v_row, half_stride, is_transfer ? 0 : num_left);
+                load_rows(rows, v + offset, half_stride, is_transfer ? 0 : num_left);
             };
-            const auto store = [&](float (&o)[2][4]) {
+            const auto store = [&](const float (&o)[2][4]) {
+                if (is_transfer) {
+                    // Its rows, of the identity, are columns of the state.
+                    const i64 to = items.item().first_chunk + items.num_chunks - i;
+                    store_queries(work.queries + (to * head_dim + first_row()) * chunk, o);
+                    return;
+                }
                 const Rows rounded = round_rows(o);
                 if (i > items.item().num_loud) return;
-                u16* row = reinterpret_cast<u16*>(reinterpret_cast<i64>(v_row) + v_to_out) -
-                           2 * half_stride;
-                store_rows(row, half_stride, num_left + chunk, rounded);
-                if (is_transfer) {
-                    float high[2][4];
-                    unpack_rows(high, rounded);
-#pragma unroll
-                    for (int j = 0; j < 8; ++j) o[j / 4][j % 4] -= high[j / 4][j % 4];
-                    row += work.num_rows() * num_heads * head_dim;
-                    store_rows(row, half_stride, num_left + chunk, round_rows(o));
-                }
+                store_rows(out + offset - 2 * half_stride, half_stride, num_left + chunk, rounded);
             };
             step(state, smem.stage[index % num_stages], rows, item_scale, mov_tid_x() % 32,
                  load_next, store);
@@ -365,6 +357,12 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         if (is_empty()) {
             wait_full(smem.full, index);
             arrive(smem.empty, index++);
+        }
+        if (items.item().to == StateOf::Transfer) {
+            store_transfer(state,
+                           split_transfer(work.transfers, items.item().to_matrix, first_row() / 16),
+                           mov_tid_x() % 32);
+            continue;
         }
         const States to = states_of(items.item().to, final);
         store_state(state, to.row(items.item().to_matrix, first_row()), to.kind, mov_tid_x() % 32);

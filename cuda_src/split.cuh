@@ -1,6 +1,11 @@
-// Numbers as sums of two bf16, with 16 bits; and the product of a matrix of them with another.
+// Numbers as sums of two bf16, with 16 bits, as operands of products that join.cu makes.
+//
+// In such a product k counts the columns of a state, in another order than they have: k = 2 c + i
+// of 16 is column 4 c + i, and k = 8 + 2 c + i is column 4 c + 2 + i (i = 0, 1; c < 4). So a lane
+// has four neighbours, and its rows of an accumulator are those of struct Rows.
 #pragma once
 
+#include "rows.cuh"
 #include "tile.cuh"
 
 __device__ inline void split(float x, float y, u32& high, u32& low) {
@@ -13,6 +18,11 @@ struct alignas(16) Split {
     u32 high[4], low[4];
 };
 
+// A B operand [16 x 8].
+struct alignas(16) SplitB {
+    u32 high[2], low[2];
+};
+
 // Of two accumulators side by side.
 __device__ inline Split split_a(const float (&acc)[2][4]) {
     Split a;
@@ -23,10 +33,40 @@ __device__ inline Split split_a(const float (&acc)[2][4]) {
     return a;
 }
 
-// acc[16 x 8] += a[16 x 16] b[16 x 8], but for the product of what rounding left of both.
-__device__ inline void mma_split(float (&acc)[4], const Split& a, const u32 (&high)[2],
-                                 const u32 (&low)[2]) {
-    mma_m16n8k16_bf16(acc, a.low, high[0], high[1]);
-    mma_m16n8k16_bf16(acc, a.high, low[0], low[1]);
-    mma_m16n8k16_bf16(acc, a.high, high[0], high[1]);
+// A sum of products, each three of bf16, all but the smallest. The small ones have accumulators of
+// their own, so that fewer wait for each other.
+struct SplitSum {
+    float high[4] = {}, low[4] = {};
+
+    __device__ void add(const Split& a, const SplitB& b) {
+        mma_m16n8k16_bf16(high, a.high, b.high[0], b.high[1]);
+        mma_m16n8k16_bf16(low, a.low, b.high[0], b.high[1]);
+        mma_m16n8k16_bf16(low, a.high, b.low[0], b.low[1]);
+    }
+    __device__ float at(int i) const { return high[i] + low[i]; }
+};
+
+// A transfer in memory: B operands of 16 rows and 8 columns, [8][8][2][32 lanes].
+__device__ inline SplitB* split_transfer(float* transfers, i64 matrix, int k16) {
+    return reinterpret_cast<SplitB*>(transfers + matrix * head_dim * head_dim) +
+           k16 * (head_dim / 8) * 32;
+}
+
+// A warp's 16 rows of one, as struct Rows has them, and all columns.
+__device__ inline void store_transfer(const float (&rows)[head_dim / 8][4], SplitB* to, int lane) {
+    // Of 16 columns this lane's is 8 (tile % 2) + lane / 4.
+    const int column = lane / 4, n = column / 4 * 2 + column % 2;
+    to += column / 2 % 2 * 32 + 4 * n + lane % 4;
+#pragma unroll
+    for (int tile = 0; tile < head_dim / 8; ++tile) {
+        SplitB b;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 high, low;
+            split(rows[tile][2 * half], rows[tile][2 * half + 1], high, low);
+            b.high[half] = movmatrix_trans(high);
+            b.low[half] = movmatrix_trans(low);
+        }
+        to[tile / 2 * 2 * 32 + tile % 2 * 16] = b;
+    }
 }

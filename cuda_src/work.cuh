@@ -20,11 +20,19 @@ constexpr Begin most_cut = 8;    // up to here a cut: so many chunks before it m
 constexpr Begin is_first = 254;  // of its sequence
 constexpr Begin is_joined = 255;
 
+constexpr u32 num_counts = 3;
+
 // One segment of a sequence: of rows begin to begin + length, which is in num_segments of them. An
 // index that is not one of them says that there is none.
 struct Segment {
     i64 sequence, begin, length, index;
     int num_segments;
+};
+
+// Where the next item of a sequence and head begins: with which of its segments, and how.
+struct NextBegin {
+    i64 index;
+    Begin begin;
 };
 
 // Where a sequence's segments are among the slots.
@@ -46,12 +54,18 @@ struct Work {
     // Of joined segments, else null: fp32 [num_slots, H, 128 (v), 128 (k)] each, a segment's in the
     // last of the slots that its item goes through.
     float *locals, *transfers;
-    // Q_M of the rows of joined segments: bf16 [2, B, T, H, 128], rounded, and what that left.
-    u16* queries;
-    u32* taken;  // how many items the blocks of a launch with segments have taken
+    // Q_M of their rows: fp32 [H, num_slots, segment / 16, 128 (k), 16 (tokens)], the last two as
+    // store_queries has it.
+    float* queries;
+    // Of a launch with segments: how many items its blocks have taken; how many blocks of join.cu
+    // have begun; and whether any segment is joined.
+    u32* counts;
 
     __device__ u32 num_states() const { return num_slots * num_heads; }
-    __device__ i64 num_rows() const { return num_tokens * (cu_seqlens ? 1 : num_sequences); }
+    // Of a transfer, in queries.
+    __device__ i64 first_chunk(u32 slot, int head) const {
+        return (static_cast<i64>(head) * num_slots + slot) * (segment / chunk);
+    }
 
     // Where sequence n begins, among B * T rows. cu_seqlens may hold anything: it is clamped to the
     // rows there are.
@@ -133,17 +147,28 @@ struct Work {
         return {cu_seqlens ? first_slot(n) : n * count, count};
     }
 
-    // The first segment after this one with which an item begins. By a whole warp.
-    __device__ i64 next_begin(u32 slot, const Segment& segment, int head) const {
-        const int lane = threadIdx.x % 32;
-        for (i64 index = segment.index + 1; index < segment.num_segments; index += 32) {
-            const i64 at = slot + (index - segment.index) + lane;
-            const bool begins_one =
-                index + lane < segment.num_segments && begins[at * num_heads + head] != goes_on;
-            const u32 ballot = __ballot_sync(~0u, begins_one);
-            if (ballot) return index + __ffs(ballot) - 1;
+    // A head's begin in this slot and the next, a lane each. By a whole warp.
+    __device__ Begin lane_begin(i64 slot, int head) const {
+        slot += mov_tid_x() % 32;
+        return slot < num_slots ? begins[slot * num_heads + head] : goes_on;
+    }
+
+    // The first segment after the one in a slot with which an item begins, and how; if there is
+    // none, the sequence's end. mine: what lane_begin says of the slot. By a whole warp.
+    __device__ NextBegin next_begin(i64 slot, const Segment& segment, int head, Begin mine) const {
+        const int lane = mov_tid_x() % 32;
+        for (i64 index = segment.index;;) {
+            const bool is_after = index + lane > segment.index;
+            const bool is_there = index + lane < segment.num_segments;
+            const u32 ballot = __ballot_sync(~0u, is_after && is_there && mine != goes_on);
+            if (ballot) {
+                const int owner = __ffs(ballot) - 1;
+                return {index + owner, static_cast<Begin>(__shfl_sync(~0u, mine, owner))};
+            }
+            index += 32;
+            if (index >= segment.num_segments) return {segment.num_segments, goes_on};
+            mine = lane_begin(slot + index - segment.index, head);
         }
-        return segment.num_segments;
     }
 
     // The last sequence whose first slot is not behind this one. By a whole warp.
@@ -167,7 +192,7 @@ struct Work {
 // grow. By a whole warp.
 template <typename Of>
 __device__ inline u32 find_piece(const Work& work, Walk& walk, u32& rank, const Of& of) {
-    const u32 lane = threadIdx.x % 32, num_states = work.num_states();
+    const u32 lane = mov_tid_x() % 32, num_states = work.num_states();
     for (; walk.window < num_states; walk.window += 128) {
         u32 pieces[4], sum = 0;
 #pragma unroll
@@ -209,11 +234,12 @@ __device__ inline u32 find_piece(const Work& work, Walk& walk, u32& rank, const 
 __device__ inline Item find_item(const Work& work, const LaneSequence (&sequences)[32], u32& round,
                                  Walk& walk) {
     constexpr u32 num_parts = head_dim / v_rows;
-    const int lane = threadIdx.x % 32;
+    // Read anew, here and below: a register that a solver would keep from chunk to chunk.
+    const int lane = mov_tid_x() % 32;
     u32 number, part;
     if (work.segment) {
         // Which segments are work is not known before: whoever has time takes the next.
-        if (lane == 0) part = atomicAdd(work.taken, 1);
+        if (lane == 0) part = atomicAdd(work.counts, 1);
         part = __shfl_sync(~0u, part, 0);
         number = find_piece(work, walk, part, [](Begin begin) {
             return begin == goes_on ? 0 : begin == is_joined ? 2 * num_parts : num_parts;
@@ -230,15 +256,16 @@ __device__ inline Item find_item(const Work& work, const LaneSequence (&sequence
 
     const u32 slot = number / work.num_heads;
     const int head = static_cast<int>(number - slot * work.num_heads);
+    const Begin lane_begin = work.segment ? work.lane_begin(slot, head) : is_first;
     const Segment segment = work.segment_of(slot, sequences[lane]);
-    const Begin begin = work.segment ? work.begins[number] : is_first;
-    const i64 end = work.segment ? work.next_begin(slot, segment, head) : 1;
+    const Begin begin = static_cast<Begin>(__shfl_sync(~0u, lane_begin, 0));
+    const NextBegin next = work.next_begin(slot, segment, head, lane_begin);
+    const i64 end = next.index;
     const bool is_last = end == segment.num_segments;
-    const u32 last_slot = slot + static_cast<u32>(end - segment.index) - 1;
-    const u32 next = (last_slot + 1) * work.num_heads + head;
+    const i64 last_slot = slot + end - segment.index - 1;
     const bool is_transfer = part >= num_parts;
-    // Those of the next segment, or of a final state, to be worked out by join.cu.
-    const bool is_joined_on = is_last ? begin == is_joined : work.begins[next] == is_joined;
+    // To the next segment, or to a final state that join.cu works out.
+    const bool is_joined_on = (is_last ? begin : next.begin) == is_joined;
     const int warm_up = begin <= most_cut ? chunk * begin : 0;
     const i64 first = segment.index * work.segment;
     const i64 last = is_last ? segment.length : end * work.segment;
@@ -253,9 +280,10 @@ __device__ inline Item find_item(const Work& work, const LaneSequence (&sequence
               : is_joined_on ? StateOf::Local
               : is_last      ? StateOf::Caller
                              : StateOf::Nobody;
-    item.to_matrix = item.to == StateOf::Caller
-                         ? item.from_matrix
-                         : static_cast<i64>(last_slot) * work.num_heads + head;
+    item.to_matrix =
+        item.to == StateOf::Caller ? item.from_matrix : last_slot * work.num_heads + head;
+    item.first_chunk = work.first_chunk(slot, head);
+    if (is_transfer && lane == 0) work.counts[2] = 1;
     item.begin = segment.begin + first - warm_up;
     item.num_tokens = static_cast<int>(last - first) + warm_up;
     // One without tokens has a chunk too, in which nothing happens.

@@ -18,7 +18,7 @@ HEAD_DIM = 128
 _STAGE_BYTES = 18_176
 _RAW_BYTES = 13_056
 _SCRATCH_BYTES = 1_376
-_ITEM_BYTES = 56
+_ITEM_BYTES = 64
 _HEAD_INPUTS_BYTES = 528
 _BARRIER_BYTES = 8
 _SEQUENCES_BYTES = 32 * 24
@@ -79,11 +79,11 @@ _FAST_WEIGHT = 3
 _MOST_BYTES = 2**30
 # Blocks of a grid, and items that blocks count.
 _MOST_ITEMS = 2**31 - 1
-# Of a state in float32, a row in bf16, the counts of items taken, and one of chains.
+# Of a state and of a row in float32, the three counts, and one of chains.
 _STATE_BYTES = 4 * HEAD_DIM**2
-_ROW_BYTES = 2 * HEAD_DIM
-_TAKEN_BYTES = 8
-_COUNT_BYTES = 4
+_ROW_BYTES = 4 * HEAD_DIM
+_COUNTS_BYTES = 12
+_READY_BYTES = 4
 # Places where segments are joined: each one where they might be cut, each second, ...
 _JOIN_EVERY = (1, 2, 3)
 # Of JOIN, for outputs, a multiprocessor.
@@ -181,7 +181,7 @@ class Helper(NamedTuple):
 
 # Finds where sequences may be cut; and joins segments where they are not, by parts of a state.
 CUTS = Helper("cuts.cu", "kda_cuts", 128)
-JOIN = Helper("join.cu", "kda_join", 256, 83_984)
+JOIN = Helper("join.cu", "kda_join", 256, 78_352)
 _NUM_CHAIN_PARTS = 8
 
 
@@ -207,8 +207,7 @@ class Segments(NamedTuple):
 
 class Workspace(NamedTuple):
     """Where in a call's memory beside the caller's its parts begin, in bytes, and where it ends: a
-    state of each slot and head, and a transfer; what transfers put out, rounded, and what that
-    left; a copy of the initial states; counts of items taken; for each slot and head how many
+    state of each slot and head, and a transfer; what transfers put out; a copy of the initial states; three counts; for each slot and head how many
     chains have come there; and with what it begins.
     """
 
@@ -216,7 +215,7 @@ class Workspace(NamedTuple):
     transfers: int
     queries: int
     copy: int
-    taken: int
+    counts: int
     ready: int
     begins: int
     num_bytes: int
@@ -225,15 +224,14 @@ class Workspace(NamedTuple):
     def of(cls, segments: Segments, shape: Shape, is_copied: bool) -> "Workspace":
         num_states = _num_slots(segments, shape) * shape.num_heads if segments.length else 0
         num_joined = num_states if segments.join_every else 0
-        num_rows = shape.num_tokens * (1 if shape.packed else shape.num_sequences)
         num_copied = shape.num_sequences * shape.num_heads if is_copied and segments.length else 0
         sizes = (
             num_joined * _STATE_BYTES,
             num_joined * _STATE_BYTES,
-            2 * num_rows * shape.num_heads * _ROW_BYTES if num_joined else 0,
+            num_joined * segments.length * _ROW_BYTES,
             num_copied * _STATE_BYTES,
-            _TAKEN_BYTES if num_states else 0,
-            num_joined * _COUNT_BYTES,
+            _COUNTS_BYTES if num_states else 0,
+            num_joined * _READY_BYTES,
             num_states,
         )
         return cls(*itertools.accumulate(sizes, initial=0))
