@@ -18,6 +18,8 @@ from cukda.jit import import_cupy
 
 CPU = -1
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+# In bytes; no storage is as large. Most addresses are beyond it.
+_MOST_OFFSET = 2**44
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 
@@ -36,7 +38,7 @@ class Array:
     name: str  # the parameter's name, for messages
     pointer: int  # address of element 0; 0 when there is no memory
     shape: tuple[int, ...]  # torch.Size from torch: making it a plain one costs 0.1 us
-    strides: tuple[int, ...]  # in elements
+    strides: tuple[int, ...] | None  # in elements; None is row-major without gaps
     dtype: str  # "bfloat16", "float16", "float32", "int64", ...
     device: int  # CUDA ordinal, or CPU
     library: str  # "torch", "cupy", "numpy" or "dlpack"
@@ -52,6 +54,9 @@ class Array:
     def num_bytes(self) -> int:
         """Bytes from element 0 to the end of a contiguous array of a dtype that kernels take."""
         return _num_bytes(self.shape, self.dtype)
+
+
+_new_array = object.__new__
 
 
 def view(name: str, array: object, stream: object = None) -> Array:
@@ -104,8 +109,9 @@ def check(
     if array.device != device:
         expected, got = device_name(device), device_name(array.device)
         raise ValueError(f"{name}: expected device {expected}, got {got}")
-    if array.strides != _row_major(shape) and not _is_contiguous(shape, array.strides):
-        got = f"strides {array.strides}, in elements, for shape {tuple(shape)}"
+    strides = array.strides
+    if strides is not None and not _is_contiguous(shape, strides):
+        got = f"strides {strides}, in elements, for shape {tuple(shape)}"
         raise ValueError(f"{name}: expected a contiguous array, got {got}")
     if not array.pointer:
         _refuse_null(array)
@@ -362,13 +368,15 @@ class _Memory:
     """An Array in NumPy's array interface, as elements without a type."""
 
     def __init__(self, array: Array):
-        itemsize = _numpy_dtype(array.dtype).itemsize
+        itemsize, strides = _numpy_dtype(array.dtype).itemsize, array.strides
+        if strides is not None:
+            strides = tuple(stride * itemsize for stride in strides)
         self.owner = array.owner
         self.__array_interface__ = {
             "version": 3,
             "data": (array.pointer, not array.writable),
             "shape": array.shape,
-            "strides": tuple(stride * itemsize for stride in array.strides),
+            "strides": strides,
             "typestr": f"|V{itemsize}",
         }
 
@@ -381,9 +389,14 @@ def _view_torch(name: str, tensor, torch) -> Array:
     else:
         raise ValueError(f"{name}: expected a CPU or CUDA device, got {tensor.device}")
     try:
-        pointer, shape, strides = tensor.data_ptr(), tensor.shape, tensor.stride()
+        pointer, shape = tensor.data_ptr(), tensor.shape
+        strides = None if tensor.is_contiguous() else tensor.stride()
         # Of a storage without memory torch gives the offset.
-        if tensor.storage_offset() and not tensor.untyped_storage().data_ptr():
+        if (
+            pointer < _MOST_OFFSET
+            and tensor.storage_offset()
+            and not tensor.untyped_storage().data_ptr()
+        ):
             pointer = 0
     except RuntimeError as error:
         if tensor.layout is not torch.strided:
@@ -395,8 +408,18 @@ def _view_torch(name: str, tensor, torch) -> Array:
     if tensor.is_neg():
         got = "a lazily negated view"
         raise TypeError(f"{name}: expected a tensor with its values in memory, got {got}")
-    dtype = _dtype_name(tensor.dtype)
-    return Array(name, pointer, shape, strides, dtype, device, "torch", True, tensor)
+    # The same as Array(...), in half its 0.2 us.
+    array = _new_array(Array)
+    array.name = name
+    array.pointer = pointer
+    array.shape = shape
+    array.strides = strides
+    array.dtype = _dtype_name(tensor.dtype)
+    array.device = device
+    array.library = "torch"
+    array.writable = True
+    array.owner = tensor
+    return array
 
 
 def _view_dlpack(name: str, producer: object, stream: object) -> Array:
@@ -518,6 +541,8 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Row-major without gaps. Strides of axes of length 1, and of empty arrays, are free."""
+    if strides == _row_major(shape):
+        return True
     step = 1
     for n, stride in zip(reversed(shape), reversed(strides), strict=True):
         if n != 1 and stride != step:
