@@ -177,11 +177,18 @@ def _checked(
         alignment = 8 if cu_seqlens.dtype == "int64" else 4
         check(cu_seqlens, _BOUNDS, (num_sequences + 1,), device, alignment)
 
-    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    rows_bytes = q.num_bytes
+    places = [(array, array.pointer, array.pointer + rows_bytes) for array in (q, k, v, g)]
+    for array in (beta, A_log, dt_bias, initial_state, cu_seqlens):
+        if array is not None:
+            places.append((array, array.pointer, array.pointer + array.num_bytes))
     if out is not None:
-        _refuse_overlap(out, inputs)
+        begin, end = out.pointer, out.pointer + rows_bytes
+        _refuse_overlap(out, begin, end, places)
+        places.append((out, begin, end))
     if final_state is not None:
-        _refuse_overlap(final_state, (*inputs, out), in_place=initial_state)
+        begin, end = final_state.pointer, final_state.pointer + final_state.num_bytes
+        _refuse_overlap(final_state, begin, end, places, in_place=initial_state)
     if out is None:
         result = arrays.empty_like(q, stream)
         out = view("out", result, stream)
@@ -198,16 +205,23 @@ def _check_num_states(name: str, num_sequences: int, num_heads: int) -> None:
         raise ValueError(f"{name}: expected N · H of at most {_MAX_STATES}, got {got}")
 
 
-def _refuse_overlap(output: arrays.Array, others, in_place: arrays.Array | None = None) -> None:
-    """Raise if output shares memory with another array; in_place may be the very same one."""
-    begin, end = output.pointer, output.pointer + output.num_bytes
-    for other in others:
-        if other is None or other.pointer >= end or begin >= other.pointer + other.num_bytes:
+def _refuse_overlap(
+    output: arrays.Array,
+    begin: int,
+    end: int,
+    places: list[tuple[arrays.Array, int, int]],
+    in_place: arrays.Array | None = None,
+) -> None:
+    """Raise if output, from begin to end, shares memory with another array, each given with its
+    own begin and end; in_place may be the very same one.
+    """
+    for other, other_begin, other_end in places:
+        if other_begin >= end or begin >= other_end:
             continue
         # An empty array may lie anywhere.
-        if not (output.num_bytes and other.num_bytes):
+        if begin == end or other_begin == other_end:
             continue
-        if other is in_place and other.pointer == begin and other.dtype == output.dtype:
+        if other is in_place and other_begin == begin and other.dtype == output.dtype:
             continue
         raise ValueError(
             f"{output.name}: expected memory of its own, got an array that overlaps {other.name}"
