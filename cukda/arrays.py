@@ -29,6 +29,9 @@ _in_use: deque[tuple[object, list[object]]] = deque()
 # CUDA's pool for Workspace, by device.
 _memory_pools: dict[int, int] = {}
 
+# Types of torch tensors that have been seen: to look here takes 0.07 us less than isinstance.
+_torch_types: set[type] = set()
+
 
 # Frozen would say more, and take five times as long to make.
 @dataclass(slots=True, eq=False)
@@ -56,9 +59,6 @@ class Array:
         return _num_bytes(self.shape, self.dtype)
 
 
-_new_array = object.__new__
-
-
 def view(name: str, array: object, stream: object = None) -> Array:
     """A caller's array, by whichever route its library offers; nothing is copied.
 
@@ -67,9 +67,12 @@ def view(name: str, array: object, stream: object = None) -> Array:
     neither CPU nor CUDA, strides that are no multiple of the element size), ImportError (a DLPack
     array on a GPU, and no CuPy).
     """
+    if type(array) in _torch_types:
+        return _view_torch(name, array)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        return _view_torch(name, array, torch)
+        _torch_types.add(type(array))
+        return _view_torch(name, array)
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
         strides = _in_elements(name, array.strides, array.itemsize)
@@ -389,7 +392,7 @@ class _Memory:
         }
 
 
-def _view_torch(name: str, tensor, torch) -> Array:
+def _view_torch(name: str, tensor) -> Array:
     if tensor.is_cuda:
         device = tensor.get_device()
     elif tensor.is_cpu:
@@ -407,7 +410,7 @@ def _view_torch(name: str, tensor, torch) -> Array:
         ):
             pointer = 0
     except RuntimeError as error:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not sys.modules["torch"].strided:
             got = f"layout {tensor.layout}"
             raise TypeError(f"{name}: expected a strided tensor, got {got}") from error
         got = f"{type(tensor).__name__} ({error})"
@@ -417,12 +420,12 @@ def _view_torch(name: str, tensor, torch) -> Array:
         got = "a lazily negated view"
         raise TypeError(f"{name}: expected a tensor with its values in memory, got {got}")
     # The same as Array(...), in half its 0.2 us.
-    array = _new_array(Array)
+    array = object.__new__(Array)
     array.name = name
     array.pointer = pointer
     array.shape = shape
     array.strides = strides
-    array.dtype = _dtype_name(tensor.dtype)
+    array.dtype = _torch_dtype_names[tensor.dtype]
     array.device = device
     array.library = "torch"
     array.writable = True
@@ -523,8 +526,19 @@ def _in_elements(name: str, strides: tuple[int, ...], itemsize: int) -> tuple[in
 
 @functools.lru_cache(maxsize=256)
 def _dtype_name(dtype: object) -> str:
-    """The name of a dtype of torch, CuPy or NumPy; a foreign byte order keeps its mark."""
-    return str(dtype).removeprefix("torch.")
+    """The name of a dtype of CuPy or NumPy; a foreign byte order keeps its mark."""
+    return str(dtype)
+
+
+class _TorchDtypeNames(dict):
+    """torch's dtype -> its name; 0.05 us less than a function's cache."""
+
+    def __missing__(self, dtype: object) -> str:
+        name = self[dtype] = sys.intern(str(dtype).removeprefix("torch."))
+        return name
+
+
+_torch_dtype_names = _TorchDtypeNames()
 
 
 @functools.lru_cache(maxsize=1024)
