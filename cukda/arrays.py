@@ -29,7 +29,8 @@ _in_use: deque[tuple[object, list[object]]] = deque()
 # CUDA's pool for Workspace, by device.
 _memory_pools: dict[int, int] = {}
 
-# Types of torch tensors that have been seen: to look here takes 0.07 us less than isinstance.
+# Types of torch tensors that have been seen: to look here takes 0.07 us less than isinstance, and
+# a function of their own would take 0.05 more.
 _torch_types: set[type] = set()
 
 
@@ -67,12 +68,55 @@ def view(name: str, array: object, stream: object = None) -> Array:
     neither CPU nor CUDA, strides that are no multiple of the element size), ImportError (a DLPack
     array on a GPU, and no CuPy).
     """
-    if type(array) in _torch_types:
-        return _view_torch(name, array)
+    if type(array) not in _torch_types:
+        return _view_other(name, array, stream)
+    tensor = array
+    if tensor.is_cuda:
+        device = tensor.get_device()
+    elif tensor.is_cpu:
+        device = CPU
+    else:
+        raise ValueError(f"{name}: expected a CPU or CUDA device, got {tensor.device}")
+    try:
+        pointer, shape = tensor.data_ptr(), tensor.shape
+        strides = None if tensor.is_contiguous() else tensor.stride()
+        # Of a storage without memory torch gives the offset.
+        if (
+            pointer < _MOST_OFFSET
+            and tensor.storage_offset()
+            and not tensor.untyped_storage().data_ptr()
+        ):
+            pointer = 0
+    except RuntimeError as error:
+        if tensor.layout is not sys.modules["torch"].strided:
+            got = f"layout {tensor.layout}"
+            raise TypeError(f"{name}: expected a strided tensor, got {got}") from error
+        got = f"{type(tensor).__name__} ({error})"
+        raise TypeError(f"{name}: expected a tensor with plain memory, got {got}") from error
+    # The lazy conjugate of complex numbers is refused with their dtype; its imaginary part is not.
+    if tensor.is_neg():
+        got = "a lazily negated view"
+        raise TypeError(f"{name}: expected a tensor with its values in memory, got {got}")
+    # The same as Array(...), in half its 0.2 us.
+    array = object.__new__(Array)
+    array.name = name
+    array.pointer = pointer
+    array.shape = shape
+    array.strides = strides
+    array.dtype = _torch_dtype_names[tensor.dtype]
+    array.device = device
+    array.library = "torch"
+    array.writable = True
+    array.owner = tensor
+    return array
+
+
+def _view_other(name: str, array: object, stream: object) -> Array:
+    """view, of all but torch tensors of types that have been seen."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         _torch_types.add(type(array))
-        return _view_torch(name, array)
+        return view(name, array, stream)
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
         strides = _in_elements(name, array.strides, array.itemsize)
@@ -104,25 +148,25 @@ def check(
     Errors: TypeError (dtype), then ValueError (shape, device, contiguity, no memory, alignment,
     read-only when written), as `name: expected X, got Y`, strides in elements.
     """
-    name = array.name
     if array.dtype not in dtypes:
-        raise TypeError(f"{name}: expected dtype {' or '.join(dtypes)}, got {array.dtype}")
+        raise TypeError(f"{array.name}: expected dtype {' or '.join(dtypes)}, got {array.dtype}")
     if array.shape != shape:
-        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(array.shape)}")
+        raise ValueError(f"{array.name}: expected shape {tuple(shape)}, got {tuple(array.shape)}")
     if array.device != device:
         expected, got = device_name(device), device_name(array.device)
-        raise ValueError(f"{name}: expected device {expected}, got {got}")
+        raise ValueError(f"{array.name}: expected device {expected}, got {got}")
     strides = array.strides
     if strides is not None and not _is_contiguous(shape, strides):
         got = f"strides {strides}, in elements, for shape {tuple(shape)}"
-        raise ValueError(f"{name}: expected a contiguous array, got {got}")
-    if not array.pointer:
+        raise ValueError(f"{array.name}: expected a contiguous array, got {got}")
+    pointer = array.pointer
+    if not pointer:
         _refuse_null(array)
-    if array.pointer % alignment and array.size:
-        got = f"{array.pointer:#x}, {array.pointer % alignment} past one"
-        raise ValueError(f"{name}: expected an address divisible by {alignment}, got {got}")
+    if pointer % alignment and array.size:
+        got = f"{pointer:#x}, {pointer % alignment} past one"
+        raise ValueError(f"{array.name}: expected an address divisible by {alignment}, got {got}")
     if written and not array.writable:
-        raise ValueError(f"{name}: expected a writable array, got a read-only one")
+        raise ValueError(f"{array.name}: expected a writable array, got a read-only one")
 
 
 def real(name: str, value: object) -> float:
@@ -390,47 +434,6 @@ class _Memory:
             "strides": strides,
             "typestr": f"|V{itemsize}",
         }
-
-
-def _view_torch(name: str, tensor) -> Array:
-    if tensor.is_cuda:
-        device = tensor.get_device()
-    elif tensor.is_cpu:
-        device = CPU
-    else:
-        raise ValueError(f"{name}: expected a CPU or CUDA device, got {tensor.device}")
-    try:
-        pointer, shape = tensor.data_ptr(), tensor.shape
-        strides = None if tensor.is_contiguous() else tensor.stride()
-        # Of a storage without memory torch gives the offset.
-        if (
-            pointer < _MOST_OFFSET
-            and tensor.storage_offset()
-            and not tensor.untyped_storage().data_ptr()
-        ):
-            pointer = 0
-    except RuntimeError as error:
-        if tensor.layout is not sys.modules["torch"].strided:
-            got = f"layout {tensor.layout}"
-            raise TypeError(f"{name}: expected a strided tensor, got {got}") from error
-        got = f"{type(tensor).__name__} ({error})"
-        raise TypeError(f"{name}: expected a tensor with plain memory, got {got}") from error
-    # The lazy conjugate of complex numbers is refused with their dtype; its imaginary part is not.
-    if tensor.is_neg():
-        got = "a lazily negated view"
-        raise TypeError(f"{name}: expected a tensor with its values in memory, got {got}")
-    # The same as Array(...), in half its 0.2 us.
-    array = object.__new__(Array)
-    array.name = name
-    array.pointer = pointer
-    array.shape = shape
-    array.strides = strides
-    array.dtype = _torch_dtype_names[tensor.dtype]
-    array.device = device
-    array.library = "torch"
-    array.writable = True
-    array.owner = tensor
-    return array
 
 
 def _view_dlpack(name: str, producer: object, stream: object) -> Array:

@@ -123,7 +123,7 @@ def _checked(
     q = arrays.view("q", q, stream)
     if len(q.shape) != 4 or q.shape[3] != plan.HEAD_DIM:
         raise ValueError(f"q: expected shape (B, T, H, {plan.HEAD_DIM}), got {tuple(q.shape)}")
-    batch, _, num_heads, head_dim = shape = q.shape
+    batch, num_tokens, num_heads, head_dim = shape = q.shape
     device = q.device
     _check_num_states("q", batch, num_heads)
 
@@ -136,7 +136,7 @@ def _checked(
     g = view("g", g, stream)
     check(g, _BF16, shape, device, _ROW_ALIGNMENT)
     beta = view("beta", beta, stream)
-    check(beta, _BF16, shape[:3], device, 2)
+    check(beta, _BF16, (batch, num_tokens, num_heads), device, 2)
     scale = 1 / math.sqrt(head_dim) if scale is None else arrays.real("scale", scale)
     if not abs(scale) <= _MAX_FLOAT32:
         raise ValueError(f"scale: expected a finite number in float32's range, got {scale}")
