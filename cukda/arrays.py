@@ -18,6 +18,8 @@ from cukda.jit import import_cupy, no_usable_gpu
 
 CPU = -1
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+# In bytes; no storage is as large. Most addresses are beyond it.
+_MOST_OFFSET = 2**44
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 
@@ -26,6 +28,10 @@ _in_use: deque[tuple[object, list[object]]] = deque()
 
 # CUDA's pool for Workspace, by device.
 _memory_pools: dict[int, int] = {}
+
+# Types of torch tensors that have been seen: to look here takes 0.07 us less than isinstance, and
+# a function of their own would take 0.05 more.
+_torch_types: set[type] = set()
 
 
 # Frozen would say more, and take five times as long to make.
@@ -36,7 +42,7 @@ class Array:
     name: str  # the parameter's name, for messages
     pointer: int  # address of element 0; 0 when there is no memory
     shape: tuple[int, ...]  # torch.Size from torch: making it a plain one costs 0.1 us
-    strides: tuple[int, ...]  # in elements
+    strides: tuple[int, ...] | None  # in elements; None is row-major without gaps
     dtype: str  # "bfloat16", "float16", "float32", "int64", ...
     device: int  # CUDA ordinal, or CPU
     library: str  # "torch", "cupy", "numpy" or "dlpack"
@@ -62,9 +68,55 @@ def view(name: str, array: object, stream: object = None) -> Array:
     neither CPU nor CUDA, strides that are no multiple of the element size), ImportError (a DLPack
     array on a GPU, and no CuPy).
     """
+    if type(array) not in _torch_types:
+        return _view_other(name, array, stream)
+    tensor = array
+    if tensor.is_cuda:
+        device = tensor.get_device()
+    elif tensor.is_cpu:
+        device = CPU
+    else:
+        raise ValueError(f"{name}: expected a CPU or CUDA device, got {tensor.device}")
+    try:
+        pointer, shape = tensor.data_ptr(), tensor.shape
+        strides = None if tensor.is_contiguous() else tensor.stride()
+        # Of a storage without memory torch gives the offset.
+        if (
+            pointer < _MOST_OFFSET
+            and tensor.storage_offset()
+            and not tensor.untyped_storage().data_ptr()
+        ):
+            pointer = 0
+    except RuntimeError as error:
+        if tensor.layout is not sys.modules["torch"].strided:
+            got = f"layout {tensor.layout}"
+            raise TypeError(f"{name}: expected a strided tensor, got {got}") from error
+        got = f"{type(tensor).__name__} ({error})"
+        raise TypeError(f"{name}: expected a tensor with plain memory, got {got}") from error
+    # The lazy conjugate of complex numbers is refused with their dtype; its imaginary part is not.
+    if tensor.is_neg():
+        got = "a lazily negated view"
+        raise TypeError(f"{name}: expected a tensor with its values in memory, got {got}")
+    # The same as Array(...), in half its 0.2 us.
+    array = object.__new__(Array)
+    array.name = name
+    array.pointer = pointer
+    array.shape = shape
+    array.strides = strides
+    array.dtype = _torch_dtype_names[tensor.dtype]
+    array.device = device
+    array.library = "torch"
+    array.writable = True
+    array.owner = tensor
+    return array
+
+
+def _view_other(name: str, array: object, stream: object) -> Array:
+    """view, of all but torch tensors of types that have been seen."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        return _view_torch(name, array, torch)
+        _torch_types.add(type(array))
+        return view(name, array, stream)
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
         strides = _in_elements(name, array.strides, array.itemsize)
@@ -96,24 +148,25 @@ def check(
     Errors: TypeError (dtype), then ValueError (shape, device, contiguity, no memory, alignment,
     read-only when written), as `name: expected X, got Y`, strides in elements.
     """
-    name = array.name
     if array.dtype not in dtypes:
-        raise TypeError(f"{name}: expected dtype {' or '.join(dtypes)}, got {array.dtype}")
+        raise TypeError(f"{array.name}: expected dtype {' or '.join(dtypes)}, got {array.dtype}")
     if array.shape != shape:
-        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(array.shape)}")
+        raise ValueError(f"{array.name}: expected shape {tuple(shape)}, got {tuple(array.shape)}")
     if array.device != device:
         expected, got = device_name(device), device_name(array.device)
-        raise ValueError(f"{name}: expected device {expected}, got {got}")
-    if array.strides != _row_major(shape) and not _is_contiguous(shape, array.strides):
-        got = f"strides {array.strides}, in elements, for shape {tuple(shape)}"
-        raise ValueError(f"{name}: expected a contiguous array, got {got}")
-    if not array.pointer:
+        raise ValueError(f"{array.name}: expected device {expected}, got {got}")
+    strides = array.strides
+    if strides is not None and not _is_contiguous(shape, strides):
+        got = f"strides {strides}, in elements, for shape {tuple(shape)}"
+        raise ValueError(f"{array.name}: expected a contiguous array, got {got}")
+    pointer = array.pointer
+    if not pointer:
         _refuse_null(array)
-    if array.pointer % alignment and array.size:
-        got = f"{array.pointer:#x}, {array.pointer % alignment} past one"
-        raise ValueError(f"{name}: expected an address divisible by {alignment}, got {got}")
+    if pointer % alignment and array.size:
+        got = f"{pointer:#x}, {pointer % alignment} past one"
+        raise ValueError(f"{array.name}: expected an address divisible by {alignment}, got {got}")
     if written and not array.writable:
-        raise ValueError(f"{name}: expected a writable array, got a read-only one")
+        raise ValueError(f"{array.name}: expected a writable array, got a read-only one")
 
 
 def real(name: str, value: object) -> float:
@@ -242,16 +295,24 @@ class launch_on:
     def _order(self) -> None:
         """Choose the stream, wait for the others, see what memory outlives the call."""
         device, stream = self._device, self._stream
+        self._kept, self._others = [], set()
+        first = self._arrays[0].library
+        # All of torch's on torch's stream, or of CuPy's on CuPy's, is the usual call: 0.6 us less.
+        if stream is None and first in ("torch", "cupy"):
+            for array in self._arrays:
+                if array.library != first:
+                    break
+            else:
+                self._pointer = _current_stream(first, device)
+                return
         libraries = {array.library for array in self._arrays}
         current = {library: _current_stream(library, device) for library in libraries}
-        self._kept = []
         if stream is None:
-            self._pointer = current[self._arrays[0].library]
+            self._pointer = current[first]
             self._others = set(current.values()) - {self._pointer}
             _wait_before(self._pointer, self._others)
         else:
             self._pointer = _stream_pointer(stream, device)
-            self._others = set()
             if current.get("torch", self._pointer) != self._pointer:
                 self._record_stream()
             # CuPy's pool hands freed memory out again on its own stream.
@@ -362,41 +423,17 @@ class _Memory:
     """An Array in NumPy's array interface, as elements without a type."""
 
     def __init__(self, array: Array):
-        itemsize = _numpy_dtype(array.dtype).itemsize
+        itemsize, strides = _numpy_dtype(array.dtype).itemsize, array.strides
+        if strides is not None:
+            strides = tuple(stride * itemsize for stride in strides)
         self.owner = array.owner
         self.__array_interface__ = {
             "version": 3,
             "data": (array.pointer, not array.writable),
             "shape": array.shape,
-            "strides": tuple(stride * itemsize for stride in array.strides),
+            "strides": strides,
             "typestr": f"|V{itemsize}",
         }
-
-
-def _view_torch(name: str, tensor, torch) -> Array:
-    if tensor.is_cuda:
-        device = tensor.get_device()
-    elif tensor.is_cpu:
-        device = CPU
-    else:
-        raise ValueError(f"{name}: expected a CPU or CUDA device, got {tensor.device}")
-    try:
-        pointer, shape, strides = tensor.data_ptr(), tensor.shape, tensor.stride()
-        # Of a storage without memory torch gives the offset.
-        if tensor.storage_offset() and not tensor.untyped_storage().data_ptr():
-            pointer = 0
-    except RuntimeError as error:
-        if tensor.layout is not torch.strided:
-            got = f"layout {tensor.layout}"
-            raise TypeError(f"{name}: expected a strided tensor, got {got}") from error
-        got = f"{type(tensor).__name__} ({error})"
-        raise TypeError(f"{name}: expected a tensor with plain memory, got {got}") from error
-    # The lazy conjugate of complex numbers is refused with their dtype; its imaginary part is not.
-    if tensor.is_neg():
-        got = "a lazily negated view"
-        raise TypeError(f"{name}: expected a tensor with its values in memory, got {got}")
-    dtype = _dtype_name(tensor.dtype)
-    return Array(name, pointer, shape, strides, dtype, device, "torch", True, tensor)
 
 
 def _view_dlpack(name: str, producer: object, stream: object) -> Array:
@@ -495,8 +532,19 @@ def _in_elements(name: str, strides: tuple[int, ...], itemsize: int) -> tuple[in
 
 @functools.lru_cache(maxsize=256)
 def _dtype_name(dtype: object) -> str:
-    """The name of a dtype of torch, CuPy or NumPy; a foreign byte order keeps its mark."""
-    return str(dtype).removeprefix("torch.")
+    """The name of a dtype of CuPy or NumPy; a foreign byte order keeps its mark."""
+    return str(dtype)
+
+
+class _TorchDtypeNames(dict):
+    """torch's dtype -> its name; 0.05 us less than a function's cache."""
+
+    def __missing__(self, dtype: object) -> str:
+        name = self[dtype] = sys.intern(str(dtype).removeprefix("torch."))
+        return name
+
+
+_torch_dtype_names = _TorchDtypeNames()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -521,6 +569,8 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Row-major without gaps. Strides of axes of length 1, and of empty arrays, are free."""
+    if strides == _row_major(shape):
+        return True
     step = 1
     for n, stride in zip(reversed(shape), reversed(strides), strict=True):
         if n != 1 and stride != step:

@@ -46,17 +46,17 @@ class _Arguments(threading.local):
     """
 
     def __init__(self):
-        self.buffer = ctypes.create_string_buffer(256)
-        self.size = ctypes.c_size_t()
+        buffer, size = ctypes.create_string_buffer(256), ctypes.c_size_t()
         buffer_pointer, buffer_size, end = 1, 2, 0  # CU_LAUNCH_PARAM_...
         self._table = (ctypes.c_void_p * 5)(
             buffer_pointer,
-            ctypes.addressof(self.buffer),
+            ctypes.addressof(buffer),
             buffer_size,
-            ctypes.addressof(self.size),
+            ctypes.addressof(size),
             end,
         )
-        self.extra = ctypes.addressof(self._table)
+        # Together, because each look into a thread's own things takes 0.04 us.
+        self.buffer_size_extra = buffer, size, ctypes.addressof(self._table)
 
 
 _arguments = _Arguments()
@@ -84,10 +84,9 @@ class Kernel:
         """
         if grid == 0:
             return
-        arguments = _arguments
-        layout.pack_into(arguments.buffer, 0, *args)
-        arguments.size.value = layout.size
-        extra = arguments.extra
+        buffer, size, extra = _arguments.buffer_size_extra
+        layout.pack_into(buffer, 0, *args)
+        size.value = layout.size
         self._launch(self._pointer, grid, 1, 1, block, 1, 1, shared_bytes, stream, 0, extra)
 
     def allow_shared(self, shared_bytes: int) -> None:

@@ -38,7 +38,7 @@ def force(replace, variant, *segments):
 
     replace: setattr, or a monkeypatch's, which takes it back.
     """
-    replace(plan, "_choice", lambda shape, gpu: (variant, plan.Segments(*segments)))
+    replace(plan, "plan", functools.partial(plan.launch, variant, plan.Segments(*segments)))
 
 
 def whole_head_variant():

@@ -83,6 +83,16 @@ def test_view_reads_every_field(route, dtype):
         arrays.check(got, (dtype,), got.shape, arrays.CPU)
 
 
+def test_contiguous_tensors_have_no_strides():
+    tensor = torch.zeros(2, 3)
+    for contiguous in tensor, tensor[:1].T, tensor[:0, ::2], tensor[0, 0]:
+        got = arrays.view("x", contiguous)
+        assert got.strides is None and got.shape == contiguous.shape
+        arrays.check(got, ("float32",), got.shape, arrays.CPU, alignment=4)
+        assert arrays.to_numpy(got).shape == got.shape
+    assert arrays.view("x", tensor.T).strides == (1, 3)
+
+
 def test_view_reads_cupy_arrays():
     cupy = pytest.importorskip("cupy")
     host = np.zeros(48, np.uint8)

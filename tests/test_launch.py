@@ -660,6 +660,33 @@ def test_threads_that_make_a_pool_at_once_use_one(fake, monkeypatch):
     assert {pool for pool, *_ in fake.settings} == {FIRST_POOL}
 
 
+@pytest.mark.parametrize("num_tokens", [0, T])
+def test_one_look_at_all_arrays_misses_no_overlap(fake, monkeypatch, num_tokens):
+    """Two arrays at a time are put where others begin or end, or by a few bytes beside."""
+
+    def outcome(call):
+        try:
+            cukda.fwd(**call)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    rng, outcomes = np.random.default_rng(5), []
+    for _ in range(2000):
+        states = {name: rng.choice(STATES) for name in ("initial_state", "final_state")}
+        call = arguments(num_tokens, **states)
+        given = [name for name in ARRAYS if call[name] is not None]
+        for moved, other in rng.choice(given, (2, 2)):
+            end = call[other].num_bytes * int(rng.integers(0, 2))
+            shift = 16 * int(rng.integers(-1, 2))
+            call[moved].pointer = call[other].pointer + end + shift
+        outcomes.append(outcome(call))
+        with monkeypatch.context() as patch:
+            patch.setattr(kda, "_may_overlap", lambda *_: True)
+            assert outcome(call) == outcomes[-1]
+    assert 0 < outcomes.count(None) < len(outcomes)
+
+
 @pytest.mark.parametrize("name", ["A_log", "dt_bias"])
 def test_fwd_packs_null_for_what_is_not_given(fake, name):
     cukda.fwd(**arguments(**{name: None}))

@@ -421,6 +421,11 @@ ALIKE = [
 ]
 
 
+def forget_plans():
+    plan.plan.cache_clear()
+    plan._choice.cache_clear()
+
+
 @every_gpu
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("num_sequences", "num_heads"), [(1, 1), (1, 4), (2, 3), (40, 2)])
@@ -430,7 +435,7 @@ def test_token_counts_that_round_alike_share_a_choice(
 ):
     """And have each the slots that it needs."""
     shape = plan.Shape(num_sequences, alike[0], num_heads, packed)
-    plan._choice.cache_clear()
+    forget_plans()
     launches = [plan.plan(shape._replace(num_tokens=n), gpu) for n in alike]
     asked = plan._choice.cache_info()
     assert (asked.misses, asked.hits) == (1, len(alike) - 1)
@@ -473,9 +478,10 @@ def test_a_segment_of_the_rounded_count_that_is_all_of_the_true_one_is_none(
 ):
     """Whatever lengths are worth a thought: 16,385 tokens are planned as 17,408."""
     segment = 16_416
-    hardware.force(monkeypatch.setattr, variant(128, DEEP), segment, is_joined)
+    chosen = variant(128, DEEP), segment, is_joined
+    monkeypatch.setattr(plan, "_choice", lambda shape, gpu: chosen)
     for num_tokens in 16_385, segment - 1, segment, segment + 1:
-        launch = plan.plan(plan.Shape(40, num_tokens, 130, packed), H200)
+        launch = plan.plan.__wrapped__(plan.Shape(40, num_tokens, 130, packed), H200)
         if num_tokens <= segment:
             assert (launch.segment, launch.num_slots, launch.is_joined) == (0, 40, False)
             assert launch.cuts_grid == launch.ends_grid == launch.chain_grid == 0
@@ -537,11 +543,11 @@ def test_warps_of_wgmma_variants_come_in_fours():
 
 def test_plans_are_pure_and_frozen():
     shape = plan.Shape(2, 8192, 48, packed=True)
-    plan._choice.cache_clear()
+    forget_plans()
     first = plan.plan(shape, H200)
     assert plan.plan(plan.Shape(*shape), plan.Gpu(*H200)) == first
     assert plan._choice.cache_info().misses == 1
-    plan._choice.cache_clear()
+    forget_plans()
     assert plan.plan(shape, H200) == first
     for frozen in first, first.variant:
         for field in dataclasses.fields(frozen):
@@ -551,7 +557,7 @@ def test_plans_are_pure_and_frozen():
 
 def test_a_forced_choice_is_that_of_every_plan(monkeypatch):
     """What GPU tests and scripts/sanitize.py rest on; and nothing is left of it."""
-    before = plan._choice
+    before = plan.plan
     shapes = [shape for shape in SHAPES if shape.num_tokens > 64]
     with monkeypatch.context() as patch:
         for each, segments in itertools.product(plan.variants(), ((0,), (64,), (64, True))):
@@ -560,4 +566,4 @@ def test_a_forced_choice_is_that_of_every_plan(monkeypatch):
                 launch = plan.plan(shape, H200)
                 found = launch.variant, launch.segment, launch.is_joined
                 assert found == (each, segments[0], len(segments) == 2)
-    assert plan._choice is before
+    assert plan.plan is before

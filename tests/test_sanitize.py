@@ -130,7 +130,7 @@ def planned(monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(jit, "gpu", lambda: gpu)
-            patch.setattr(plan, "_choice", plan._choice)
+            patch.setattr(plan, "plan", plan.plan)
             patch.setattr(hardware, "run", run)
             sanitize.compute(name)
         return plans
