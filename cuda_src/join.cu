@@ -22,7 +22,7 @@ struct JoinShared {
     };
     u32 number;
 };
-static_assert(sizeof(JoinShared) == JOIN_SHARED_BYTES, "cukda/plan.py launches with another size");
+static_assert(sizeof(JoinShared) == 78352 && join_threads == 256, "cukda/plan.py has other sizes");
 
 // cu_seqlens to num_slots, and begins to queries: see struct Work. ready: [num_slots, H], zeros:
 // how many chains have come to the state behind a segment. join_every: as kda_cuts'. final_state,

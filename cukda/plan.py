@@ -173,16 +173,13 @@ class Helper(NamedTuple):
     source: str
     entry: str
     num_threads: int
-    shared_bytes: int = 0
-
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        # Headers want the sizes of some variant.
-        return (*Variant(128, 4).defines, ("JOIN_SHARED_BYTES", self.shared_bytes))
+    shared_bytes: int
+    # Headers want the sizes of some variant.
+    defines: tuple[tuple[str, int], ...] = Variant(128, 4).defines
 
 
 # Finds where sequences may be cut; and joins segments where they are not, by parts of a state.
-CUTS = Helper("cuts.cu", "kda_cuts", 128)
+CUTS = Helper("cuts.cu", "kda_cuts", 128, 0)
 JOIN = Helper("join.cu", "kda_join", 256, 78_352)
 _NUM_CHAIN_PARTS = 8
 
@@ -225,8 +222,8 @@ class Workspace(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A call's launches: the kernel's variant, and its blocks; the segments, slots enough for them,
-    and the blocks of CUTS and of JOIN, none where there is nothing to cut, or to join; and the memory
-    that they share.
+    and the blocks of CUTS and of JOIN, none where there is nothing to cut, or to join; and the
+    memory that they share.
     """
 
     variant: Variant
