@@ -8,67 +8,74 @@
 #include "split.cuh"
 #include "work.cuh"
 
-constexpr int join_threads = 256, join_warps = join_threads / 32;
-constexpr int num_chain_parts = head_dim / 16;
-static_assert(join_warps * 16 == head_dim, "a warp has 16 columns");
-// What `ready` of a state has come to when all of its warps have written theirs.
+constexpr int join_warps = 8, join_threads = 32 * join_warps;
+constexpr u32 num_chain_parts = head_dim / 16;
+// What `ready` of a state comes to: each warp of each part has written its own of it.
 constexpr u32 all_ready = num_chain_parts * join_warps;
+static_assert(join_warps * 16 == head_dim, "a warp has 16 columns");
+
+// Where a state is known or wanted: the number of the segment that it begins, or of all of them for
+// the final state; more when there is no such place. is_chained: the item before is joined, and so
+// comes from another state.
+struct Place {
+    int index;
+    bool is_chained;
+};
+
+// How far a search for places is, and the places left in the window of 32 segments, a bit each.
+struct Search {
+    int window;
+    u32 joined, chained;
+    Begin last_begin;  // before the window's end
+};
 
 struct ChainShared {
     Split state[2][join_warps][32];  // the one in use, and the next
+    Place place[3];                  // of this step, the next one, and the one after
+    Search search;
 };
 
-// Where a sequence's joined segments begin, one after the other. By a whole warp.
-struct ChainPlaces {
-    const Work& work;
-    const Slots& slots;
-    int head;
-    bool has_final;
-    int first = -32;              // of the window of 32 segments
-    u32 joined = 0, chained = 0;  // places left in it, a bit each
-    Begin last_begin = goes_on;   // before the window's end
-
-    // The next one's segment: the number of segments for the end, where the final state is wanted
-    // and the last item is joined; more when there is no next one. is_chained: whether the item
-    // before is joined too.
-    __device__ int next(bool& is_chained) {
-        while (!(joined | chained)) {
-            first += 32;
-            if (first > slots.count) return first;
-            look();
-        }
-        const int bit = __ffs(joined | chained) - 1;
-        is_chained = chained >> bit & 1;
-        joined &= ~(1u << bit);
-        chained &= ~(1u << bit);
-        return first + bit;
-    }
-
-    __device__ void look() {
-        const int lane = threadIdx.x % 32, index = first + lane;
+// The next place: where a joined segment begins, or the end, if the final state is wanted and the
+// last item is joined. By a whole warp.
+__device__ inline Place next_place(Search& search, const Work& work, const Slots& slots, int head,
+                                   bool has_final) {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();
+    Search now = search;
+    while (!(now.joined | now.chained) && now.window <= slots.count) {
+        now.window += 32;
+        const int index = now.window + lane;
         Begin mine = goes_on;
         if (index < slots.count) mine = work.begins[(slots.first + index) * work.num_heads + head];
         const u32 begins = __ballot_sync(~0u, mine != goes_on);
-        joined = __ballot_sync(~0u, mine == is_joined);
+        now.joined = __ballot_sync(~0u, mine == is_joined);
         const u32 before = begins & ((1u << lane) - 1);
         const bool after_joined =
-            before ? joined >> (31 - __clz(before)) & 1 : last_begin == is_joined;
+            before ? now.joined >> (31 - __clz(before)) & 1 : now.last_begin == is_joined;
         const bool is_end = index == slots.count && has_final;
-        chained = __ballot_sync(~0u, after_joined && (mine == is_joined || is_end));
-        if (begins) last_begin = static_cast<Begin>(__shfl_sync(~0u, mine, 31 - __clz(begins)));
+        now.chained = __ballot_sync(~0u, after_joined && (mine == is_joined || is_end));
+        if (begins) now.last_begin = static_cast<Begin>(__shfl_sync(~0u, mine, 31 - __clz(begins)));
     }
-};
+    const u32 left = now.joined | now.chained;
+    const int bit = left ? __ffs(left) - 1 : 31;
+    const Place place = {now.window + bit, (now.chained >> bit & 1) != 0};
+    now.joined &= ~(1u << bit);
+    now.chained &= ~(1u << bit);
+    __syncwarp();
+    if (lane == 0) search = now;
+    return place;
+}
 
 // four: where this lane's first four are in a matrix.
-__device__ inline void store_final(const States& final, i64 matrix, const float (&state)[2][4],
-                                   int four) {
+__device__ inline void store_four(const States& states, i64 matrix, const float (&state)[2][4],
+                                  int four) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float x[4] = {state[0][2 * half], state[0][2 * half + 1], state[1][2 * half],
                             state[1][2 * half + 1]};
-        char* to = final.row(matrix, 0) +
-                   (four + half * state_half_offset) * (final.row_bytes() / head_dim);
-        if (final.kind == StateKind::FP32) {
+        char* to = states.row(matrix, 0) +
+                   (four + half * state_half_offset) * (states.row_bytes() / head_dim);
+        if (states.kind == StateKind::FP32) {
             *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
         } else {
             *reinterpret_cast<uint2*>(to) =
@@ -77,89 +84,108 @@ __device__ inline void store_final(const States& final, i64 matrix, const float 
     }
 }
 
-// The state where a joined segment begins, in place of the local state of the one before: operands
-// of 16 rows and 16 columns, [8][8][32 lanes].
-__device__ inline Split* split_state(const Work& work, i64 matrix, int part) {
-    return reinterpret_cast<Split*>(work.locals + matrix * head_dim * head_dim) +
-           part * join_warps * 32;
+// The state where a joined segment begins, 16 rows of it, in place of the local state of the one
+// before: rounded to tf32, as A operands, [16 (8 columns)][32 lanes][4]. In such an operand k
+// counts four columns each, 4 c of 16 and then 4 c + 1; in the one after it 4 c + 2 and 4 c + 3.
+__device__ inline u32* state_operands(const Work& work, i64 matrix, int part) {
+    return reinterpret_cast<u32*>(work.locals + (matrix * head_dim + 16 * part) * head_dim);
 }
 
 // number: (16 rows of 128, head, sequence), the rows fastest. ready: see kda_join.
-__device__ inline void run_chain(ChainShared& smem, const Work& work, const States& final,
+__device__ inline void run_chain(ChainShared& smem, const Work& work,
+                                 const LaneSequence (&sequences)[32], const States& final,
                                  u32* ready, u32 number) {
     const int num_heads = work.num_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int part = number % num_chain_parts;
     const int head = static_cast<int>(number / num_chain_parts % num_heads);
     const i64 sequence = number / num_chain_parts / num_heads;
-    const Slots slots = work.slots_of(sequence, work.lane_sequence());
+    const Slots slots = work.slots_of(sequence, sequences[lane]);
     // Of the segment before.
-    const auto matrix_of = [&](int index) { return (slots.first + index - 1) * num_heads + head; };
+    const auto matrix_before = [&](int index) {
+        return (slots.first + index - 1) * num_heads + head;
+    };
     // Where this lane has four neighbours, in its first row; its other is two rows on.
     const int four = 16 * part * head_dim + state_row_offset(lane) + 16 * warp + 4 * (lane % 4);
     float4 local[2];
     const auto load_local = [&](int index) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            local[half] = *reinterpret_cast<const float4*>(work.locals +
-                                                           matrix_of(index) * head_dim * head_dim +
-                                                           four + half * state_half_offset);
-        }
+        const float* from = work.locals + matrix_before(index) * head_dim * head_dim + four;
+        local[0] = *reinterpret_cast<const float4*>(from);
+        local[1] = *reinterpret_cast<const float4*>(from + state_half_offset);
     };
-    SplitB m[join_warps][2];
-    const auto load_m = [&](int index, int k16) {
-        const SplitB* from = split_transfer(work.transfers, matrix_of(index), k16) + warp * 2 * 32;
-        m[k16][0] = from[lane];
-        m[k16][1] = from[32 + lane];
+    SplitB m[join_warps][2] = {};
+    // The first warp looks two steps ahead.
+    const auto look = [&](u32 step) {
+        if (warp > 0) return;
+        const Place place =
+            next_place(smem.search, work, slots, head, final.kind != StateKind::None);
+        if (lane == 0) smem.place[step % 3] = place;
     };
-
-    ChainPlaces places = {work, slots, head, final.kind != StateKind::None};
-    bool is_chained = false;
-    int index = places.next(is_chained);
-    if (index > slots.count) return;
-    load_local(index);
+    if (threadIdx.x == 0) smem.search = {-32, 0, 0, goes_on};
+    look(0);
+    look(1);
+    __syncthreads();
+    if (smem.place[0].index > slots.count) return;
+    load_local(smem.place[0].index);
+    // All have theirs, whose place the state takes.
     __syncthreads();
     u32* to_release = nullptr;
-    for (int buffer = 0; index <= slots.count; buffer ^= 1) {
-        bool next_chained = false;
-        const int next = places.next(next_chained);
+    const auto release = [&] {
+        __syncwarp();
+        if (lane == 0 && to_release) red_release_add(to_release, 1);
+        to_release = nullptr;
+    };
+    for (u32 step = 0;; ++step) {
+        const Place here = smem.place[step % 3];
+        if (here.index > slots.count) break;
+        // Before loads are under way, for which it would wait too.
+        release();
+        look(step + 2);
+        const int next = smem.place[(step + 1) % 3].index;
+        // Of any segment, if there is no next one.
+        const SplitB* next_m =
+            split_transfer(work.transfers, matrix_before(min(next, slots.count)), 0) +
+            warp * 2 * 32 + lane;
         SplitSum sums[2];
 #pragma unroll
         for (int k16 = 0; k16 < join_warps; ++k16) {
-            if (is_chained) {
-                const Split s = smem.state[buffer][k16][lane];
-                sums[0].add(s, m[k16][0]);
-                sums[1].add(s, m[k16][1]);
-            }
+            const Split s = smem.state[step % 2][k16][lane];
+            sums[0].add(s, m[k16][0]);
+            sums[1].add(s, m[k16][1]);
             // A step ahead.
-            if (next_chained) load_m(next, k16);
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+                const uint4 b = ld_global_v4(next_m + (2 * join_warps * k16 + tile) * 32);
+                m[k16][tile] = {{b.x, b.y}, {b.z, b.w}};
+            }
         }
         float state[2][4];  // columns (0, 1) of the four, then (2, 3)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            state[0][2 * half] = local[half].x + sums[0].at(2 * half);
-            state[0][2 * half + 1] = local[half].y + sums[0].at(2 * half + 1);
-            state[1][2 * half] = local[half].z + sums[1].at(2 * half);
-            state[1][2 * half + 1] = local[half].w + sums[1].at(2 * half + 1);
+            const float four_local[4] = {local[half].x, local[half].y, local[half].z,
+                                         local[half].w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                // What the first of a chain is multiplied by is nothing.
+                const float sum = here.is_chained ? sums[i / 2].at(2 * half + i % 2) : 0.0f;
+                state[i / 2][2 * half + i % 2] = four_local[i] + sum;
+            }
         }
-        // Behind work for which its stores have had the time.
-        if (to_release) {
-            __syncwarp();
-            if (lane == 0) red_release_add(to_release, 1);
+        if (here.index == slots.count) {
+            store_four(final, sequence * num_heads + head, state, four);
+            break;
         }
-        if (index == slots.count) {
-            store_final(final, sequence * num_heads + head, state, four);
-            return;
+        smem.state[(step + 1) % 2][warp][lane] = split_a(state);
+        u32* to =
+            state_operands(work, matrix_before(here.index), part) + (2 * warp * 32 + lane) * 4;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            *reinterpret_cast<float4*>(to + i * 32 * 4) =
+                make_float4(cvt_tf32(state[i][0]), cvt_tf32(state[i][2]), cvt_tf32(state[i][1]),
+                            cvt_tf32(state[i][3]));
         }
-        const Split s = split_a(state);
-        smem.state[buffer ^ 1][warp][lane] = s;
+        to_release = ready + matrix_before(here.index);
         if (next <= slots.count) load_local(next);
-        // All have the state; and have loaded the local one, whose place it takes.
         __syncthreads();
-        split_state(work, matrix_of(index), part)[warp * 32 + lane] = s;
-        to_release = ready + matrix_of(index);
-        index = next;
-        is_chained = next_chained;
     }
-    __syncwarp();
-    if (lane == 0) red_release_add(to_release, 1);
+    release();
 }

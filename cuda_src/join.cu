@@ -2,8 +2,6 @@
 // begins, S_local and M what its items left, O_local what they put out, Q_M what they put aside:
 //   S where the next one begins = S M + S_local    (chain.cuh)
 //   O = O_local + scale Q_M S^T                     (outputs.cuh)
-// in products of bf16 pairs, each number as two of them: 16 bits, beside which what comes of
-// rounding states and outputs once is large.
 //
 // Block: a chain of segments, 16 of their state's rows; or the outputs of some segments, tile after
 //   tile, each once the chains have come to its state.
@@ -20,12 +18,13 @@ struct JoinShared {
         ChainShared chain;
         OutputsShared outputs;
     };
+    LaneSequence sequences[32];
     u32 number;
 };
-static_assert(sizeof(JoinShared) == 78352 && join_threads == 256, "cukda/plan.py has other sizes");
+static_assert(sizeof(JoinShared) == 77584 && join_threads == 256, "cukda/plan.py has other sizes");
 
 // cu_seqlens to num_slots, and begins to queries: see struct Work. ready: [num_slots, H], zeros:
-// how many chains have come to the state behind a segment. join_every: as kda_cuts'. final_state,
+// how many warps have written the state behind a segment. join_every: as kda_cuts'. final_state,
 // out: as kda_fwd's.
 extern "C" __global__ void __launch_bounds__(join_threads, 2)
     kda_join(float scale, u16* out, void* final_state, StateKind final_kind, const void* cu_seqlens,
@@ -38,13 +37,14 @@ extern "C" __global__ void __launch_bounds__(join_threads, 2)
                        num_slots,  begins,           locals,        transfers,  queries,   counts};
     if (counts[2] == 0) return;
     if (threadIdx.x == 0) smem.number = atomicAdd(counts + 1, 1);
+    if (threadIdx.x < 32) smem.sequences[threadIdx.x] = work.lane_sequence();
     __syncthreads();
     const u32 number = smem.number;
     const u32 num_chains = num_sequences * num_heads * num_chain_parts;
     if (number < num_chains) {
-        run_chain(smem.chain, work, {final_state, final_kind}, ready, number);
+        run_chain(smem.chain, work, smem.sequences, {final_state, final_kind}, ready, number);
     } else {
-        run_outputs(smem.outputs, work, join_every, out, scale, ready, number - num_chains,
-                    gridDim.x - num_chains);
+        run_outputs(smem.outputs, work, smem.sequences, join_every, out, scale, ready,
+                    number - num_chains, gridDim.x - num_chains);
     }
 }

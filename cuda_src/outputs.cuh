@@ -1,121 +1,147 @@
 // Adds to the outputs of joined segments what comes of the state S where they begin,
 //   O = O_local + scale Q_M S^T
-// tile by tile of up to 96 tokens. Eight warps, 16 rows of S each, as an A operand.
+// tile by tile of up to 96 tokens. Eight warps, 16 rows of S each. Products of tf32: their 11 bits
+// are eight times as many as O has.
 #pragma once
 
 #include "chain.cuh"
 #include "rows.cuh"
-#include "split.cuh"
 #include "work.cuh"
 
 constexpr int tile_chunks = 6, tile_rows = tile_chunks * chunk;
 
+// Padded so that the eight rows that ldmatrix reads start on eight bank groups.
+constexpr int query_row = head_dim + 4;
+
 struct OutputsShared {
-    alignas(16) u16 queries[2][tile_rows][raw_row];  // rounded, and what that left; as operands
+    alignas(16) float queries[tile_rows][query_row];
     alignas(16) u16 outputs[tile_rows][raw_row];
 };
 
-// Chunks of Q_M, as operands. A warp's 16 columns of each.
+// Chunks of Q_M, as operands: of 16 columns, 4 c + i comes i-th of four, c-th of these.
 __device__ inline void fetch_queries(OutputsShared& smem, const float* queries, i64 first_chunk,
                                      int num_chunks) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const float* from = queries + (first_chunk * head_dim + 16 * warp) * chunk;
-#pragma unroll 6
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4;
+    const float* from = queries + (first_chunk * head_dim + 16 * warp) * chunk + 8 * lane;
+#pragma unroll 3
     for (int i = 0; i < num_chunks; ++i) {
         float x[2][4];
         load_queries(x, from + i * (head_dim * chunk));
 #pragma unroll
-        for (int part = 0; part < 2; ++part) {
-            const Rows rows = round_rows(x);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = chunk * i + 8 * half + lane / 4;
-                u32* to = reinterpret_cast<u32*>(&smem.queries[part][row][16 * warp]) + lane % 4;
-                to[0] = rows.token[half].x;
-                to[4] = rows.token[half].y;
-            }
-            float high[2][4];
-            unpack_rows(high, rows);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) x[j / 4][j % 4] -= high[j / 4][j % 4];
+        for (int j = 0; j < 8; ++j) {
+            const int token = chunk * i + 8 * (j / 4) + 2 * (lane % 4) + j % 2;
+            const int place = 4 * (j % 4 / 2 * 2 + row % 2) + row / 2;
+            smem.queries[token][16 * warp + place] = cvt_tf32(x[j / 4][j % 4]);
         }
     }
 }
 
-// The tiles first, first + step, ... of all. ready: see kda_join.
-__device__ inline void run_outputs(OutputsShared& smem, const Work& work, int join_every, u16* out,
+__device__ inline void fetch_outputs(OutputsShared& smem, const u16* out, i64 token_stride,
+                                     int num_rows) {
+    for (int piece = threadIdx.x; piece < num_rows * 16; piece += join_threads) {
+        const int row = piece / 16, column = piece % 16 * 8;
+        cp_async_16(shared_address(&smem.outputs[row][column]), out + row * token_stride + column,
+                    16);
+    }
+    cp_async_commit();
+}
+
+// O of a chunk of the tile, of the warp's rows of the state.
+__device__ inline void add_chunk(float (&o)[2][4], const OutputsShared& smem,
+                                 const u32 (&state)[head_dim / 8][4], int index, float scale) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row = chunk * index + lane / 16 * 8 + lane % 8;
+    const u32 address = shared_address(&smem.queries[row][lane / 8 % 2 * 4]);
+    float sums[2][4] = {};
+#pragma unroll
+    for (int k8 = 0; k8 < head_dim / 8; ++k8) {
+        u32 b[4];
+        ldmatrix_x4(b, address + k8 * 32);
+        mma_m16n8k8_tf32(sums[0], state[k8], b[0], b[1]);
+        mma_m16n8k8_tf32(sums[1], state[k8], b[2], b[3]);
+    }
+    const int token = chunk * index + lane / 4, column = 16 * warp + 4 * (lane % 4);
+    Rows rows;
+    rows.token[0] = *reinterpret_cast<const uint2*>(&smem.outputs[token][column]);
+    rows.token[1] = *reinterpret_cast<const uint2*>(&smem.outputs[token + 8][column]);
+    unpack_rows(o, rows);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        o[i / 4][i % 4] = fmaf(scale, sums[i / 4][i % 4], o[i / 4][i % 4]);
+    }
+}
+
+// Runs of tiles: number first, first + step, ... of all. ready: see kda_join.
+__device__ inline void run_outputs(OutputsShared& smem, const Work& work,
+                                   const LaneSequence (&sequences)[32], int join_every, u16* out,
                                    float scale, const u32* ready, u32 first, u32 step) {
     const int num_heads = work.num_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const i64 token_stride = static_cast<i64>(num_heads) * head_dim;
-    // Of the segments that one item goes through.
+    // Tiles of an item's segments; and so many of them to a run that a block has two, if there are
+    // enough: then each finds its place, and loads the state, but twice.
     const u32 num_tiles = (join_every * work.segment + tile_rows - 1) / tile_rows;
-    const LaneSequence sequence = work.lane_sequence();
+    const u32 most_tiles = work.num_states() / join_every * num_tiles;
+    const u32 run_tiles = min(max(1u, most_tiles / (2 * step)), num_tiles);
+    const u32 num_runs = (num_tiles + run_tiles - 1) / run_tiles;
     Walk walk = {0, 0};
     for (u32 number = first;; number += step) {
-        u32 rank = number / num_tiles;
+        u32 rank = number / num_runs;
         const u32 at =
             find_piece(work, walk, rank, [](Begin begin) { return begin == is_joined ? 1 : 0; });
         if (at == work.num_states()) return;
         const u32 slot = at / num_heads;
         const int head = static_cast<int>(at - slot * num_heads);
-        const Segment segment = work.segment_of(slot, sequence);
-        const i64 first_row = segment.index * work.segment + number % num_tiles * tile_rows;
+        const Segment segment = work.segment_of(slot, sequences[lane]);
         const Begin lane_begin = work.lane_begin(slot, head);
         const i64 next = work.next_begin(slot, segment, head, lane_begin).index;
-        const i64 end = min(segment.length, next * work.segment);
-        const int num_rows = static_cast<int>(min(end - first_row, i64{tile_rows}));
-        if (num_rows <= 0) continue;
+        const i64 item_row = segment.index * work.segment;  // of the sequence
+        const int item_rows = static_cast<int>(min(segment.length, next * work.segment) - item_row);
+        u16* item_out = out + (segment.begin + item_row) * token_stride + head * i64{head_dim};
 
-        // The tile before is in use no more.
-        __syncthreads();
-        u16* rows_out = out + (segment.begin + first_row) * token_stride + head * i64{head_dim};
-        for (int piece = threadIdx.x; piece < num_rows * 16; piece += join_threads) {
-            const int row = piece / 16, column = piece % 16 * 8;
-            cp_async_16(shared_address(&smem.outputs[row][column]),
-                        rows_out + row * token_stride + column, 16);
-        }
-        cp_async_commit();
-        const int num_chunks = (num_rows + chunk - 1) / chunk;
-        const i64 first_chunk = work.first_chunk(slot, head) + number % num_tiles * tile_chunks;
-        fetch_queries(smem, work.queries, first_chunk, num_chunks);
+        const auto rows_from = [&](u32 tile) {
+            return min(tile_rows, item_rows - static_cast<int>(tile * tile_rows));
+        };
+        const auto fetch = [&](u32 tile) {
+            // The tile before is in use no more.
+            __syncthreads();
+            fetch_outputs(smem, item_out + tile * tile_rows * token_stride, token_stride,
+                          rows_from(tile));
+            fetch_queries(smem, work.queries, work.first_chunk(slot, head) + tile * tile_chunks,
+                          (rows_from(tile) + chunk - 1) / chunk);
+        };
+        u32 tile = number % num_runs * run_tiles;
+        const u32 end_tile = tile + run_tiles;
+        if (rows_from(tile) <= 0) continue;
+        fetch(tile);
         const u32 before = at - num_heads;
         if (threadIdx.x == 0) {
-            while (ld_acquire(ready + before) < all_ready) {
-            }
+            while (ld_acquire(ready + before) < all_ready) nanosleep(100);
         }
         cp_async_wait_group<0>();
         __syncthreads();
-        Split state[head_dim / 16];
-        const Split* from = split_state(work, before, warp);
+        u32 state[head_dim / 8][4];
+        const u32* operands = state_operands(work, before, warp) + lane * 4;
 #pragma unroll
-        for (int k16 = 0; k16 < head_dim / 16; ++k16) state[k16] = from[k16 * 32 + lane];
-
-        const int column = 16 * warp + 4 * (lane % 4);
-        for (int i = 0; i < num_chunks; ++i) {
-            const int first_token = chunk * i;
-            const u32 tile = shared_address(
-                &smem.queries[0][first_token + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]);
-            SplitSum sums[2];
-#pragma unroll
-            for (int k16 = 0; k16 < head_dim / 16; ++k16) {
-                u32 high[4], low[4];
-                ldmatrix_x4(high, tile + k16 * 32);
-                ldmatrix_x4(low, tile + sizeof(smem.queries[0]) + k16 * 32);
-                sums[0].add(state[k16], {{high[0], high[1]}, {low[0], low[1]}});
-                sums[1].add(state[k16], {{high[2], high[3]}, {low[2], low[3]}});
+        for (int k8 = 0; k8 < head_dim / 8; ++k8) {
+            const uint4 a = ld_global_v4(operands + k8 * 32 * 4);
+            state[k8][0] = a.x;
+            state[k8][1] = a.y;
+            state[k8][2] = a.z;
+            state[k8][3] = a.w;
+        }
+        for (;;) {
+            u16* rows_out = item_out + (tile * tile_rows + lane / 4) * token_stride + 16 * warp +
+                            4 * (lane % 4);
+            for (int i = 0; i * chunk < rows_from(tile); ++i) {
+                float o[2][4];
+                add_chunk(o, smem, state, i, scale);
+                store_rows(rows_out + i * chunk * token_stride, 8 * token_stride,
+                           rows_from(tile) - chunk * i - lane / 4, round_rows(o));
             }
-            const int token = first_token + lane / 4;
-            Rows rows;
-            rows.token[0] = *reinterpret_cast<const uint2*>(&smem.outputs[token][column]);
-            rows.token[1] = *reinterpret_cast<const uint2*>(&smem.outputs[token + 8][column]);
-            float o[2][4];
-            unpack_rows(o, rows);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                o[j / 4][j % 4] = fmaf(scale, sums[j / 4].at(j % 4), o[j / 4][j % 4]);
-            }
-            store_rows(rows_out + token * token_stride + column, 8 * token_stride, num_rows - token,
-                       round_rows(o));
+            if (++tile == end_tile || rows_from(tile) <= 0) break;
+            fetch(tile);
+            cp_async_wait_group<0>();
+            __syncthreads();
         }
     }
 }

@@ -117,6 +117,11 @@ __device__ inline void red_release_add(u32* count, u32 x) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(x) : "memory");
 }
 
+// Sleeps for up to twice as many nanoseconds.
+__device__ inline void nanosleep(u32 duration) {
+    asm volatile("nanosleep.u32 %0;" ::"r"(duration));
+}
+
 // Volatile keeps an ldmatrix behind the barrier before it; what it reads was always written before
 // one, so nothing else needs to stay in place.
 //
@@ -188,6 +193,23 @@ __device__ inline void mma_m16n8k16_f16(float (&d)[4], const u32 (&a)[4], u32 b0
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),
           "f"(c[2]), "f"(c[3]));
+}
+
+// A float32 rounded to tf32, which has 11 bits. Volatile, or it may be done anew for each use.
+__device__ inline float cvt_tf32(float x) {
+    u32 rounded;
+    asm volatile("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
+    return __uint_as_float(rounded);
+}
+
+// acc[16x8] += a[16x8] b[8x8], tf32 in, float32 accumulated. A lane has of a (l/4, l%4),
+// (l/4 + 8, l%4), (l/4, l%4 + 4), (l/4 + 8, l%4 + 4), and of b (l%4, l/4), (l%4 + 4, l/4).
+__device__ inline void mma_m16n8k8_tf32(float (&acc)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ inline void mbarrier_init(u32 barrier, u32 arrivals) {
@@ -302,6 +324,15 @@ __device__ inline void setmaxnreg_inc() {
 
 // No instruction: a place in the program's order by which x has been worked out.
 __device__ inline void keep_in_order(float& x) { asm volatile("" : "+f"(x)); }
+
+// 16 bytes of global memory, in the program's order: the compiler would move the load to its use.
+__device__ inline uint4 ld_global_v4(const void* pointer) {
+    uint4 x;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(pointer));
+    return x;
+}
 
 // Two words in one store; C++'s may be split where the words are in registers apart.
 __device__ inline void st_global_v2(void* pointer, uint2 x) {

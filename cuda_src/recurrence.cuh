@@ -311,10 +311,13 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         };
 
         // Where this lane's rows of the chunk begin, in v and out, and how many there are to the
-        // last. A transfer has no v: no rows of it are left.
+        // last. A transfer has no v, and its chunks go to queries.
         const bool is_transfer = items.item().from == StateOf::Identity;
         i64 offset = (items.item().begin * num_heads + items.item().head) * head_dim +
                      lane / 4 * (half_stride / 8) + first_row() + 4 * (lane % 4);
+        if (is_transfer) {
+            offset = (items.item().first_chunk * head_dim + first_row()) * chunk + 8 * lane;
+        }
         int num_left = items.item().num_tokens - lane / 4;
         Rows rows;
         load_rows(rows, v + offset, half_stride, is_transfer ? 0 : num_left);
@@ -335,15 +338,13 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         for (int i = is_empty() ? 0 : items.num_chunks; i > 0; --i, ++index) {
             wait_full(smem.full, index);
             const auto load_next = [&] {
-                offset += 2 * half_stride;
+                offset += is_transfer ? i64{head_dim * chunk} : 2 * half_stride;
                 num_left -= chunk;
                 load_rows(rows, v + offset, half_stride, is_transfer ? 0 : num_left);
             };
             const auto store = [&](const float (&o)[2][4]) {
                 if (is_transfer) {
-                    // Its rows, of the identity, are columns of the state.
-                    const i64 to = items.item().first_chunk + items.num_chunks - i;
-                    store_queries(work.queries + (to * head_dim + first_row()) * chunk, o);
+                    store_queries(work.queries + offset - head_dim * chunk, o);
                     return;
                 }
                 const Rows rounded = round_rows(o);

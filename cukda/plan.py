@@ -88,8 +88,6 @@ _READY_BYTES = 4
 _ROW_ALIGNMENT = 16
 # Places where segments are joined: each one where they might be cut, each second, ...
 _JOIN_EVERY = (1, 2, 3)
-# Of JOIN, for outputs, a multiprocessor.
-_JOIN_BLOCKS = 2
 
 
 class Gpu(NamedTuple):
@@ -180,7 +178,7 @@ class Helper(NamedTuple):
 
 # Finds where sequences may be cut; and joins segments where they are not, by parts of a state.
 CUTS = Helper("cuts.cu", "kda_cuts", 128, 0)
-JOIN = Helper("join.cu", "kda_join", 256, 78_352)
+JOIN = Helper("join.cu", "kda_join", 256, 77_584)
 _NUM_CHAIN_PARTS = 8
 
 
@@ -289,7 +287,8 @@ def launch(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> Plan
         segments=segments,
         num_slots=num_slots,
         cuts_grid=num_states if segments.length else 0,
-        join_grid=num_chains + _JOIN_BLOCKS * gpu.num_sms if is_joined else 0,
+        # As many as run at once, and of those for outputs enough.
+        join_grid=max(num_chains, gpu.num_sms) + gpu.num_sms if is_joined else 0,
         workspace=_workspace(segments, shape),
     )
 
