@@ -60,9 +60,10 @@ _ITEM_CYCLES = 7_000
 # ... for CUTS, for JOIN with nothing to do, and for a step of its chain.
 _CUTS_CYCLES = 13_000
 _JOIN_CYCLES = 6_500
-_CHAIN_CYCLES = 1_500
-# Outputs that JOIN adds to, a cycle: tokens of a head.
-_OUTPUTS_PER_CYCLE = 1.5
+_CHAIN_CYCLES = 4_000
+# Of a token of joined items beside others; and tokens whose outputs JOIN adds up in a cycle.
+_JOINED_COST = 1.12
+_OUTPUTS_PER_CYCLE = 1.3
 # A segment begins with the tokens before it that make its state: 32 or 48 where the gate is fast.
 _WARM_UP = 40
 # Segments are made of pairs of chunks, so that few lengths are thought of; and at least so long.
@@ -180,6 +181,9 @@ class Helper(NamedTuple):
 CUTS = Helper("cuts.cu", "kda_cuts", 128, 0)
 JOIN = Helper("join.cu", "kda_join", 256, 77_584)
 _NUM_CHAIN_PARTS = 8
+# Blocks that a multiprocessor holds, and tokens of a tile of outputs.
+_JOIN_BLOCKS = 2
+_TILE_TOKENS = 96
 
 
 class Shape(NamedTuple):
@@ -287,10 +291,20 @@ def launch(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> Plan
         segments=segments,
         num_slots=num_slots,
         cuts_grid=num_states if segments.length else 0,
-        # As many as run at once, and of those for outputs enough.
-        join_grid=max(num_chains, gpu.num_sms) + gpu.num_sms if is_joined else 0,
+        join_grid=num_chains + _num_output_blocks(segments, shape, gpu) if is_joined else 0,
         workspace=_workspace(segments, shape),
     )
+
+
+def _num_output_blocks(segments: Segments, shape: Shape, gpu: Gpu) -> int:
+    """Of JOIN, beside its chains: those that run at the same time, if that makes no more than two
+    tiles for each, for a block that begins when the chains have ended has fetched nothing yet.
+    """
+    num_items = _num_slots(segments, shape) * shape.num_heads / segments.join_every
+    num_tiles = num_items * math.ceil(segments.join_every * segments.length / _TILE_TOKENS)
+    num_blocks = _JOIN_BLOCKS * gpu.num_sms
+    beside = num_blocks - shape.num_sequences * shape.num_heads * _NUM_CHAIN_PARTS
+    return beside if num_tiles <= 2 * beside else num_blocks
 
 
 def _segments(variant: Variant, shape: Shape, gpu: Gpu) -> Iterator[Segments]:
@@ -375,7 +389,8 @@ def _cost(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> float
     num_ends = (first_joined / join_every + 2 * num_joined) * num_items / gpu.num_sms
     run = join_every * length
     busy = max(first_joined * length, math.ceil(num_ends) * run)
-    slow = _START_CYCLES + math.ceil(busy / run) * _ITEM_CYCLES + busy * variant.token_cycles
+    slow = _START_CYCLES + math.ceil(busy / run) * _ITEM_CYCLES
+    slow += busy * variant.token_cycles * _JOINED_COST
     num_outputs = shape.num_sequences * shape.num_heads * (total - first_joined * length)
     join = num_joined * _CHAIN_CYCLES + num_outputs / _OUTPUTS_PER_CYCLE
     return _FAST_WEIGHT * fast + _CUTS_CYCLES + slow + join + (_FAST_WEIGHT + 1) * _JOIN_CYCLES
