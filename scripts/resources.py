@@ -21,7 +21,7 @@ def main() -> None:
     architectures = parser.parse_args().arch
 
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-    for variant in (*plan.variants(), plan.CUTS, plan.CHAIN, *sigmoid_ext.VARIANTS):
+    for variant in (*plan.variants(), plan.CUTS, plan.JOIN, *sigmoid_ext.VARIANTS):
         # What a helper is compiled with says nothing of it.
         defines = {} if isinstance(variant, plan.Helper) else dict(variant.defines)
         needs_hopper = defines.get("WGMMA")
@@ -32,7 +32,7 @@ def main() -> None:
             compiled = jit.compile(variant.source, variant.defines, arch)
             seconds = time.perf_counter() - start
             found = compiled.resources[variant.entry]
-            dynamic_bytes = defines.get("SHARED_BYTES", 0)
+            dynamic_bytes = getattr(variant, "shared_bytes", 0)
             row = (
                 " ".join([variant.entry, *(f"{name}={value}" for name, value in defines.items())]),
                 arch,

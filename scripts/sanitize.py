@@ -23,13 +23,18 @@ import inputs  # noqa: E402
 from cukda import jit, plan  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
-# Tokens from one place where a sequence may be cut to the next, as often as can be, or 0: it is
-# not; and whether segments are joined where there is no cut.
+# Whole sequences; and with places where they may be cut, as many as can be: the segment before goes
+# on where there is no cut, or they are joined at each place, or at each second.
 SEGMENT = 64
-SEGMENTS = ((0, False), (SEGMENT, False), (SEGMENT, True))
+SEGMENTS = (
+    plan.Segments(),
+    plan.Segments(SEGMENT),
+    plan.Segments(SEGMENT, 1, 1),
+    plan.Segments(SEGMENT, 2, 2),
+)
 # Several chunks, an empty sequence, tails, several cuts; with one block for all of it, enough for
 # every slot of every ring to come round.
-SEQ_LENS, HEADS, NUM_SMS = (40, 0, 250), 6, 1
+SEQ_LENS, HEADS, NUM_SMS = (40, 0, 330), 6, 1
 # Heads whose gates never forget, and not from the first place of the last sequence to the second.
 SLOW_HEAD, HEAD_SLOW_AT_ONE = 2, 1
 LEFT_OUT = "left out"
@@ -38,19 +43,20 @@ LIMIT_SECONDS = 300
 NUM_AT_ONCE = max(4, (os.cpu_count() or 0) - 2)
 
 
-def kernels() -> dict[str, tuple[plan.Variant, int, bool]]:
+def kernels() -> dict[str, tuple[plan.Variant, plan.Segments]]:
     """The kernel's variants by name, each with whole sequences, with cut ones, and with segments
-    that are joined: what `hardware.force` takes.
+    that are joined.
     """
     return {
-        f"{variant} segment={segment}{' joined' if is_joined else ''}": (
-            variant,
-            segment,
-            is_joined,
-        )
+        f"{variant} {_described(segments)}": (variant, segments)
         for variant in plan.variants()
-        for segment, is_joined in SEGMENTS
+        for segments in SEGMENTS
     }
+
+
+def _described(segments: plan.Segments) -> str:
+    joined = f" join_every={segments.join_every}" if segments.join_every else ""
+    return f"segment={segments.length}{joined}"
 
 
 def names() -> list[str]:
@@ -95,13 +101,13 @@ def compute(name: str) -> None:
                 cukda.sigmoid(given, out)
                 cukda.sigmoid_ext.sigmoid_tanh_fp32(given)
     else:
-        variant, segment, is_joined = kernels()[name]
+        variant, segments = kernels()[name]
         gpu = jit.gpu()
         if reason := why_not(variant, gpu):
             print(f"{LEFT_OUT}: {reason}")
         else:
             jit.gpu = lambda: gpu._replace(num_sms=NUM_SMS)
-            hardware.force(setattr, variant, segment, is_joined)
+            hardware.force(setattr, variant, *segments)
             hardware.run(problem())
     cupy.cuda.runtime.deviceSynchronize()
 
@@ -156,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     with concurrent.futures.ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         lines = list(pool.map(lambda each: run(*each), runs))
     for (tool, name), line in zip(runs, lines, strict=True):
-        print(f"{tool:10} {name:64} {line}")
+        print(f"{tool:10} {name:70} {line}")
     return 0 if all(map(is_clean, lines)) else 1
 
 

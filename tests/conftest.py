@@ -64,44 +64,47 @@ def torch():
 
 
 # Every variant with whole sequences; and, of those that a large GPU uses, with sequences cut as
-# often as they can be: the segment before goes on where there is no cut, or is joined.
-KERNELS = [(variant, 0, False) for variant in plan.variants()]
+# often as they can be: where there is no cut the segment before goes on, or they are joined, one by
+# one or two at a time.
+KERNELS = [(variant, (0,)) for variant in plan.variants()]
 KERNELS += [
-    (variant, 64, is_joined)
+    (variant, segments)
     for variant in plan.variants()
     if variant.shared_bytes > 99 * 1024
-    for is_joined in (False, True)
+    for segments in ((64,), (64, 1, 1), (64, 2, 2))
 ]
 
 
 def _kernel_name(kernel):
-    variant, segment, is_joined = kernel
-    return f"{variant}-{segment}{'-joined' if is_joined else ''}"
+    variant, segments = kernel
+    return f"{variant}-{'-'.join(map(str, segments))}"
 
 
 @pytest.fixture(params=KERNELS, ids=_kernel_name)
 def variant(request, monkeypatch, cupy):
     """The test runs once for each variant of the kernel, whatever the plan would choose."""
     gpu = jit.gpu()
-    found, segment, is_joined = request.param
+    found, segments = request.param
     if found.shared_bytes > gpu.max_shared_bytes:
         pytest.skip(f"a block of this GPU has no more than {gpu.max_shared_bytes} shared bytes")
     if found.wgmma and not gpu.has_wgmma:
         pytest.skip("this GPU has no wgmma")
-    hardware.force(monkeypatch.setattr, found, segment, is_joined)
+    hardware.force(monkeypatch.setattr, found, *segments)
     return found
 
 
 @pytest.fixture
 def cut_every(monkeypatch, cupy):
     """A function that makes plans cut sequences every so many tokens; 0 leaves them whole. Where
-    there is no cut the segment before goes on; is_joined: it is joined. All with one variant, so
-    that segments are what makes a difference.
+    there is no cut the segment before goes on, or they are joined: at segment first_joined, which
+    is join_every unless given, and at each join_every-th after. All with one variant, so that
+    segments are what makes a difference.
     """
     found = hardware.whole_head_variant()
 
-    def cut(segment, is_joined=False):
-        hardware.force(monkeypatch.setattr, found, segment, is_joined)
+    def cut(length, join_every=0, first_joined=None):
+        first_joined = join_every if first_joined is None else first_joined
+        hardware.force(monkeypatch.setattr, found, length, join_every, first_joined)
 
     return cut
 

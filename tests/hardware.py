@@ -116,6 +116,11 @@ def state_shape(case):
     return num_states(case), num_heads, head_dim, head_dim
 
 
+def plan_shape(case):
+    """What the plan of a call is made of."""
+    return plan.Shape(num_states(case), *case["q"].shape[1:3], case["cu_seqlens"] is not None)
+
+
 def run(case, state="float32"):
     """Call cukda.fwd with CuPy arrays of the case's values and outputs full of NaN.
 

@@ -79,7 +79,38 @@ def many_segments():
     twice(inputs.make([20000, *[1] * 100, 20000], 2, "half", seed=94))
 
 
-CALLS = (all_zero, long_tail, busy_gpu, many_segments)
+def bad_bounds():
+    """cu_seqlens that decrease, overlap, are all equal, or lie anywhere: few and many."""
+    num_tokens = 3000
+    case = inputs.make([num_tokens], 2, "half", seed=95, batch=1)
+    rng = np.random.default_rng(95)
+    for num_bounds in 9, 33, 34, 120:
+        anywhere = rng.integers(-num_tokens, 2 * num_tokens, num_bounds)
+        for bounds in (
+            anywhere,
+            np.sort(anywhere)[::-1].copy(),
+            np.full(num_bounds, num_tokens // 2),
+            np.resize([0, num_tokens], num_bounds),
+            np.resize([num_tokens, 0], num_bounds),
+            np.resize([0, 1900, 900, num_tokens, 1000, 64], num_bounds),
+            rng.integers(-(2**63), 2**63 - 1, num_bounds),
+        ):
+            shape = (num_bounds - 1, *case["initial_state"].shape[1:])
+            call = {**case, "cu_seqlens": bounds, "initial_state": np.ones(shape, np.float32)}
+            # Where sequences overlap there is no saying what they put out.
+            for _ in range(10):
+                hardware.run(call)
+    twice(case)
+
+
+CALLS = (all_zero, long_tail, busy_gpu, many_segments, bad_bounds)
+# plan.Segments, or as they are planned.
+SEGMENTS = {
+    "planned": None,
+    "joined": (64, 1, 1),
+    "joined by twos": (64, 2, 2),
+    "joined behind a lead": (64, 1, 3),
+}
 
 
 def twice(case):
@@ -92,7 +123,7 @@ def same(got, want):
     return all(hardware.same_bits(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("segments", ["planned", "joined"])
+@pytest.mark.parametrize("segments", SEGMENTS)
 @pytest.mark.parametrize("call", CALLS, ids=lambda f: f.__name__)
 def test_ends(call, segments):
     paths = [str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -108,6 +139,6 @@ def test_ends(call, segments):
 
 if __name__ == "__main__":
     name, segments = sys.argv[1:]
-    if segments == "joined":
-        hardware.force(setattr, hardware.whole_head_variant(), 64, True)
+    if SEGMENTS[segments]:
+        hardware.force(setattr, hardware.whole_head_variant(), *SEGMENTS[segments])
     {f.__name__: f for f in CALLS}[name]()

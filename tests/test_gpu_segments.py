@@ -2,6 +2,8 @@
 where cuts and joins meet in one sequence, and in memory of their own.
 """
 
+import itertools
+
 import hardware
 import inputs
 import numpy as np
@@ -9,7 +11,7 @@ import oracle
 import pytest
 from inputs import BF16, TOKENS
 
-from cukda import arrays, jit
+from cukda import arrays, jit, plan
 
 pytestmark = pytest.mark.gpu
 
@@ -18,6 +20,12 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = (1e-2, 1e-2)
 FEW = 3e-2
 SEGMENT = 64
+# How often segments are joined, and the first of them: never; each one; each second; each one
+# behind a lead of three; each second behind a lead of one.
+NEVER, EACH, SECOND, BEHIND_LEAD, ODD = (0,), (1,), (2,), (1, 3), (2, 1)
+JOINS = [EACH, SECOND, BEHIND_LEAD, ODD]
+# Codes of a begin (cuda_src/work.cuh).
+GOES_ON, MOST_CUT, IS_FIRST, IS_JOINED = 0, 8, 254, 255
 FAST, SLOW = 0, 1
 DTYPES = {"bfloat16": BF16, "float32": np.dtype(np.float32)}
 # Shorter than a segment, as long, longer by one; with the first token's chunk anywhere.
@@ -38,13 +46,13 @@ def assert_same(got, want):
         assert hardware.same_bits(a, b)
 
 
-def assert_as_exact_as_one_pass(case, cut_every, segment=SEGMENT):
+def assert_as_exact_as_one_pass(case, cut_every, segment=SEGMENT, joins=EACH):
     """Each sequence and head, out by 64 rows and more. Leaves calls joined, and returns what they
     give.
     """
     cut_every(0)
     one_pass = outs(case)
-    cut_every(segment, is_joined=True)
+    cut_every(segment, *joins)
     joined = outs(case)
     want = [hardware.host(x) for x in hardware.want(case)]
 
@@ -64,23 +72,25 @@ def assert_as_exact_as_one_pass(case, cut_every, segment=SEGMENT):
 
 
 @pytest.mark.parametrize("size", [1, 1e6])
+@pytest.mark.parametrize("joins", JOINS, ids=str)
 @pytest.mark.parametrize("segment", [64, 96])
 @pytest.mark.parametrize("num_tokens", [65, 129, 500, 1000])
 @pytest.mark.parametrize("gate", ["slow", "rand", "half"])
-def test_as_exact_as_one_pass(gate, num_tokens, segment, size, cut_every):
+def test_as_exact_as_one_pass(gate, num_tokens, segment, joins, size, cut_every):
     case = inputs.make([num_tokens], 4, gate, seed=120, batch=1)
     case["initial_state"] *= np.float32(size)
-    assert_as_exact_as_one_pass(case, cut_every, segment)
+    assert_as_exact_as_one_pass(case, cut_every, segment, joins)
 
 
+@pytest.mark.parametrize("joins", [EACH, SECOND], ids=str)
 @pytest.mark.parametrize("beta", [None, 8])
-def test_no_decay_at_all(beta, cut_every):
+def test_no_decay_at_all(beta, joins, cut_every):
     """Nothing but keys takes anything of a state away."""
     case = inputs.make([600], 2, seed=121, batch=1)
     case = inputs.changed(case, "g", np.s_[:], -100)
     if beta is not None:
         case = inputs.changed(case, "beta", np.s_[:], beta)
-    assert_as_exact_as_one_pass(case, cut_every)
+    assert_as_exact_as_one_pass(case, cut_every, joins=joins)
 
 
 def slow_at_times(num_tokens=1000, seed=122):
@@ -91,42 +101,171 @@ def slow_at_times(num_tokens=1000, seed=122):
 
 
 @pytest.mark.parametrize("size", [1, 1e6])
+@pytest.mark.parametrize("joins", JOINS, ids=str)
 @pytest.mark.parametrize("segment", [64, 96])
-def test_cuts_and_joins_in_one_sequence(segment, size, cut_every, workspaces):
+def test_cuts_and_joins_in_one_sequence(segment, joins, size, cut_every, workspaces):
     case = slow_at_times()
     case["initial_state"] *= np.float32(size)
-    assert_as_exact_as_one_pass(case, cut_every, segment)
+    assert_as_exact_as_one_pass(case, cut_every, segment, joins)
     made = workspaces(fill=0xFF)
     hardware.run(case)
-    is_cut = made[0].cuts(num_slots=-(-1000 // segment), num_heads=3)[1:] > 0
+    found = made[0].begins(case)
+    check_codes(found, joins)
+    is_cut = is_a_cut(found[1:])
     # Of neighbouring places, all four pairs, in each head.
     pairs = 2 * is_cut[:-1] + is_cut[1:]
     for head in range(3):
         assert set(pairs[:, head]) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("is_joined", [False, True])
-@pytest.mark.parametrize("lower_bound", [-5.0, -2.0, -1.8, -1.0, 0.0])
-def test_cuts_are_where_the_bound_says(lower_bound, is_joined, cut_every, workspaces):
-    """The gates' sigmoid is the GPU's here and exact there, and close calls may go either way."""
-    case = {**slow_at_times(), "lower_bound": lower_bound}
-    cut_every(SEGMENT, is_joined)
+def is_a_cut(begins):
+    return (begins > GOES_ON) & (begins <= MOST_CUT)
+
+
+def check_codes(begins, joins):
+    """Of one sequence's segments: [num_slots, H]."""
+    assert (begins[0] == IS_FIRST).all()
+    every, first = joins[0], joins[-1]
+    places = range(first, len(begins), every) if every else ()
+    for index in range(1, len(begins)):
+        want = IS_JOINED if index in places else GOES_ON
+        assert (is_a_cut(begins[index]) | (begins[index] == want)).all(), index
+
+
+def cut_where(is_cut, num_tokens, seed):
+    """A call of one sequence whose segments begin with a cut where is_cut [num_slots, H] says:
+    their gates are fast in front of it, and closed in front of all others.
+    """
+    case = inputs.make([num_tokens], is_cut.shape[1], seed=seed, batch=1)
+    is_slow = np.repeat(~is_cut[1:], SEGMENT, axis=0)
+    return inputs.changed(case, "g", (0, *np.nonzero(is_slow)), -40)
+
+
+def check_begins(workspace, case, is_cut, joins):
+    """All of them are where cut_where was told."""
+    found = workspace.begins(case)
+    check_codes(found, joins)
+    assert np.array_equal(is_a_cut(found[1:]), is_cut[1:])
+
+
+# The chain of a sequence's joined segments looks at 32 segments at a time.
+@pytest.mark.parametrize("joins", [*JOINS, (33, 1), (5, 31)], ids=str)
+@pytest.mark.parametrize("num_segments", [32, 33, 65, 131])
+def test_many_segments(num_segments, joins, cut_every, workspaces):
+    """Cut nowhere, everywhere, at times, and where a look ends; joined runs of several segments
+    that a cut ends early, and such that it does not.
+    """
+    rng, places = np.random.default_rng(142), np.arange(num_segments)
+    rules = (
+        places < 0,
+        places > 0,
+        rng.random(num_segments) < 0.5,
+        rng.random(num_segments) < 0.1,
+        places % 32 == 0,
+        places % 32 == 31,
+        places % 3 == 1,
+    )
+    is_cut = np.stack(rules, axis=1)
+    case = cut_where(is_cut, num_segments * SEGMENT - 5, seed=142)
+    assert_as_exact_as_one_pass(case, cut_every, joins=joins)
     made = workspaces(fill=0xFF)
     hardware.run(case)
-    found = made[0].cuts(num_slots=16, num_heads=3)
+    check_begins(made[0], case, is_cut, joins)
+
+
+# Of the last segment: how it begins; how all are joined, of how many segments, and which are cut.
+LAST_SEGMENTS = {
+    "joined": (IS_JOINED, EACH, 6, ()),
+    "joined behind a cut": (IS_JOINED, EACH, 6, (4,)),
+    "the only one joined": (IS_JOINED, BEHIND_LEAD, 4, ()),
+    "cut": (None, EACH, 6, (5,)),
+    "goes on from a joined one": (GOES_ON, SECOND, 6, ()),
+    "goes on from a cut": (GOES_ON, SECOND, 6, (4,)),
+    "goes on from the first": (GOES_ON, BEHIND_LEAD, 3, ()),
+}
+
+
+@pytest.mark.parametrize("tail", [1, 17, SEGMENT])
+@pytest.mark.parametrize("last", LAST_SEGMENTS)
+def test_final_state(last, tail, cut_every, workspaces):
+    """However the last segment begins, and whatever the final state's dtype, or there is none."""
+    code, joins, num_segments, cuts = LAST_SEGMENTS[last]
+    is_cut = np.zeros((num_segments, 3), bool)
+    is_cut[list(cuts)] = True
+    num_tokens = (num_segments - 1) * SEGMENT + tail
+    case = cut_where(is_cut, num_tokens, seed=143)
+    out, final_state = assert_as_exact_as_one_pass(case, cut_every, joins=joins)
+    made = workspaces(fill=0xFF)
+    for dtype in None, "bfloat16", "float32":
+        got_out, got_state = outs(case, dtype)
+        assert hardware.same_bits(got_out, out)
+        if dtype:
+            assert hardware.same_bits(got_state, final_state.astype(DTYPES[dtype]))
+    for workspace in made:
+        check_begins(workspace, case, is_cut, joins)
+        last_begins = workspace.begins(case)[-1]
+        assert (is_a_cut(last_begins) if code is None else last_begins == code).all()
+
+
+@pytest.mark.parametrize("size", [1, 1e6])
+@pytest.mark.parametrize("joins", [EACH, SECOND], ids=str)
+def test_scales(joins, size, cut_every):
+    """Of outputs alone: what transfers put out has no scale until it meets a state."""
+    case = inputs.make([500], 4, "half", seed=144, batch=1)
+    case["initial_state"] *= np.float32(size)
+    found = {
+        scale: assert_as_exact_as_one_pass({**case, "scale": scale}, cut_every, joins=joins)
+        for scale in (1.0, -1.0, 1e30, 1e-30)
+    }
+    found[0.0] = outs({**case, "scale": 0.0})
+    for _, final_state in found.values():
+        assert hardware.same_bits(final_state, found[1.0][1])
+    plus, minus, zero = (found[scale][0].astype(np.float32) for scale in (1.0, -1.0, 0.0))
+    assert np.array_equal(minus, -plus)
+    assert not zero.any()
+
+
+@pytest.mark.parametrize("joins", [NEVER, EACH, SECOND], ids=str)
+@pytest.mark.parametrize("repeats", [1, 5])
+def test_each_sequence_has_one_first_segment(repeats, joins, cut_every, workspaces):
+    """One without tokens too; and no more joined segments than there are tokens for."""
+    lengths = np.array(LENGTHS * repeats)
+    case = inputs.make(lengths, 2, "slow", seed=145)
+    cut_every(SEGMENT, *joins)
+    made = workspaces(fill=0xFF)
+    hardware.run(case)
+    found = made[0].begins(case)
+    num_later = -(-lengths // SEGMENT) - 1
+    num_joined = (num_later // joins[0]).clip(0).sum() if joins[0] else 0
+    assert ((found == IS_FIRST).sum(axis=0) == len(lengths)).all()
+    assert ((found == IS_JOINED).sum(axis=0) == num_joined).all()
+    assert ((found == GOES_ON).sum(axis=0) == len(found) - len(lengths) - num_joined).all()
+
+
+@pytest.mark.parametrize("joins", [NEVER, EACH, BEHIND_LEAD], ids=str)
+@pytest.mark.parametrize("lower_bound", [-5.0, -2.0, -1.8, -1.0, 0.0])
+def test_cuts_are_where_the_bound_says(lower_bound, joins, cut_every, workspaces):
+    """The gates' sigmoid is the GPU's here and exact there, and close calls may go either way."""
+    case = {**slow_at_times(), "lower_bound": lower_bound}
+    cut_every(SEGMENT, *joins)
+    made = workspaces(fill=0xFF)
+    hardware.run(case)
+    found = made[0].begins(case)
+    check_codes(found, joins)
+    is_cut = is_a_cut(found)
     nothing, near = -60, 1
     for slot in range(1, 16):
         for head in range(3):
             left = log2_left(case, head, slot * SEGMENT)
             num_chunks = int(found[slot, head])
-            if num_chunks:
+            if is_cut[slot, head]:
                 assert left[num_chunks - 1] < nothing + near
                 assert num_chunks == 1 or left[num_chunks - 2] > nothing - near
             else:
                 # Four chunks are looked at first, and four more only where they are worth it.
                 looks_on = left[3] < nothing / 2 - near
                 assert left[-1 if looks_on else 3] > nothing - near
-    assert (found[1:] > 0).any() == (lower_bound < -1)
+    assert is_cut.any() == (lower_bound < -1)
 
 
 def log2_left(case, head, cut):
@@ -149,12 +288,13 @@ def log2_left(case, head, cut):
     return found
 
 
+@pytest.mark.parametrize("joins", JOINS, ids=str)
 @pytest.mark.parametrize("gate", ["half", "slow"])
 @pytest.mark.parametrize("repeats", [1, 5])
-def test_packed(repeats, gate, cut_every):
+def test_packed(repeats, gate, joins, cut_every):
     """Fewer sequences than a warp has lanes, and more; each has the bits that it has alone."""
     case = inputs.make(LENGTHS * repeats, 2, gate, seed=123)
-    out, final_state = assert_as_exact_as_one_pass(case, cut_every)
+    out, final_state = assert_as_exact_as_one_pass(case, cut_every, joins=joins)
     for seq_idx, (_, rows) in enumerate(inputs.spans(case)):
         alone = outs(inputs.alone(case, seq_idx))
         assert_same((out[:, rows], final_state[seq_idx : seq_idx + 1]), alone)
@@ -176,15 +316,20 @@ def test_packed_with_rows_of_no_sequence(num_others, integer, cut_every):
     assert hardware.same_bits(final_state[1:-1], case["initial_state"][1:-1])
 
 
+@pytest.mark.parametrize("joins", JOINS, ids=str)
 @pytest.mark.parametrize("num_tokens", [65, 128, 400])
-def test_batch(num_tokens, cut_every):
+def test_batch(num_tokens, joins, cut_every):
     case = inputs.make([num_tokens], 2, "half", seed=125, batch=3)
-    out, final_state = assert_as_exact_as_one_pass(case, cut_every)
+    out, final_state = assert_as_exact_as_one_pass(case, cut_every, joins=joins)
     for sample in range(3):
         one = slice(sample, sample + 1)
         assert_same((out[one], final_state[one]), outs(inputs.alone(case, sample)))
 
 
+EVERY_VARIANT = [(variant, (SEGMENT, *x)) for variant in plan.variants() for x in ((1, 1), (2, 1))]
+
+
+@pytest.mark.parametrize("variant", EVERY_VARIANT, ids=str, indirect=True)
 def test_every_variant(variant):
     """Of 128, 64 and 32 rows of V a block: parts of a state and of its transfer."""
     case = inputs.make(LENGTHS, 3, "half", seed=126)
@@ -201,16 +346,17 @@ def make(batch, seed, gate="half"):
     return case
 
 
+@pytest.mark.parametrize("joins", [EACH, SECOND], ids=str)
 @pytest.mark.parametrize("batch", [None, 2])
 @pytest.mark.parametrize("initial", [None, "bfloat16", "float32"])
 @pytest.mark.parametrize("final", [None, "bfloat16", "float32"])
-def test_states(initial, final, batch, cut_every):
+def test_states(initial, final, batch, joins, cut_every):
     """Whatever the arrays' dtypes, the arithmetic is that of float32 states of the same values."""
     case = make(batch, seed=127)
     state = case["initial_state"]
     same = np.zeros_like(state) if initial is None else state.astype(DTYPES[initial])
     case["initial_state"] = None if initial is None else same
-    cut_every(SEGMENT, is_joined=True)
+    cut_every(SEGMENT, *joins)
     out, final_state = outs(case, final)
     same_out, same_state = outs({**case, "initial_state": same.astype(np.float32)})
     assert hardware.same_bits(out, same_out)
@@ -218,11 +364,11 @@ def test_states(initial, final, batch, cut_every):
         assert hardware.same_bits(final_state, same_state.astype(DTYPES[final]))
 
 
-@pytest.mark.parametrize("is_joined", [False, True])
+@pytest.mark.parametrize("joins", [NEVER, EACH, SECOND], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [None, 2])
 @pytest.mark.parametrize("gate", ["rand", "half"])
-def test_states_in_place(gate, batch, dtype, is_joined, cut_every, cupy):
+def test_states_in_place(gate, batch, dtype, joins, cut_every, cupy):
     """The bits of states apart, also where last segments end long before first ones begin: more
     than there are multiprocessors, and most of them of fast heads.
     """
@@ -233,7 +379,7 @@ def test_states_in_place(gate, batch, dtype, is_joined, cut_every, cupy):
     if not batch:
         case = inputs.make([700, 0, 65, 235], heads, gate, seed=128)
     case["initial_state"] = case["initial_state"].astype(DTYPES[dtype])
-    cut_every(SEGMENT, is_joined)
+    cut_every(SEGMENT, *joins)
     want = outs(case, dtype)
     for _ in range(3):
         call = hardware.upload(case)
@@ -247,15 +393,15 @@ def test_states_in_place(gate, batch, dtype, is_joined, cut_every, cupy):
 UNEVEN = [[2000, *LENGTHS], [*LENGTHS * 3, 2000, *LENGTHS]]
 
 
-@pytest.mark.parametrize("is_joined", [False, True])
+@pytest.mark.parametrize("joins", [NEVER, EACH, SECOND], ids=str)
 @pytest.mark.parametrize("lengths", UNEVEN, ids=len)
 @pytest.mark.parametrize("gate", ["slow", "half"])
-def test_same_bits_every_run(gate, lengths, is_joined, cut_every, cupy):
+def test_same_bits_every_run(gate, lengths, joins, cut_every, cupy):
     """Whichever block has taken which item. Half of the runs beside other work, which holds some of
     the multiprocessors, for other times in each, so that blocks come late, or find nothing left.
     """
     case = inputs.make(lengths, 6, gate, seed=129)
-    cut_every(SEGMENT, is_joined)
+    cut_every(SEGMENT, *joins)
     want = outs(case)
     given = hardware.upload(case)
     others = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
@@ -268,7 +414,7 @@ def test_same_bits_every_run(gate, lengths, is_joined, cut_every, cupy):
         assert_same(outs(given), want)
 
 
-@pytest.mark.parametrize("segments", [(0, False), (SEGMENT, False), (SEGMENT, True)], ids=str)
+@pytest.mark.parametrize("segments", [(0,), *((SEGMENT, *x) for x in (NEVER, *JOINS))], ids=str)
 @pytest.mark.parametrize("lengths", UNEVEN, ids=len)
 def test_same_bits_however_many_blocks(lengths, segments, cut_every, monkeypatch):
     """From one that takes every item to one for each; some wait for others to end, and some find
@@ -283,13 +429,14 @@ def test_same_bits_however_many_blocks(lengths, segments, cut_every, monkeypatch
         assert_same(outs(case), want)
 
 
+@pytest.mark.parametrize("joins", [EACH, SECOND], ids=str)
 @pytest.mark.parametrize("change", ["finite", "nan", "inf"])
 @pytest.mark.parametrize("name", TOKENS)
-def test_later_tokens_leave_no_trace(name, change, cut_every):
+def test_later_tokens_leave_no_trace(name, change, joins, cut_every):
     """Rows before token t are bitwise the same when an input changes at t, or from t on."""
     case = inputs.make([5, 300], 2, "half", seed=130)
     begin = 5
-    cut_every(SEGMENT, is_joined=True)
+    cut_every(SEGMENT, *joins)
     clean = outs(case)[0]
     for t in 1, 40, 63, 64, 65, 100, 127, 128, 129, 191, 192, 255, 257, 299:
         for later in np.s_[:, begin + t], np.s_[:, begin + t :]:
@@ -300,10 +447,11 @@ def test_later_tokens_leave_no_trace(name, change, cut_every):
                 assert not hardware.same_bits(dirty[:, begin + t :], clean[:, begin + t :]), t
 
 
+@pytest.mark.parametrize("joins", [EACH, SECOND], ids=str)
 @pytest.mark.parametrize("t", [64, 127, 200, 256])
-def test_later_gates_decide_no_earlier_cut(t, cut_every):
+def test_later_gates_decide_no_earlier_cut(t, joins, cut_every):
     """Fast gates that close from t on, and slow ones that open."""
-    cut_every(SEGMENT, is_joined=True)
+    cut_every(SEGMENT, *joins)
     for gate, value in ("rand", -40), ("slow", 40):
         case = inputs.make([400], 2, gate, seed=131, batch=1)
         before = outs(case)[0]
@@ -311,12 +459,13 @@ def test_later_gates_decide_no_earlier_cut(t, cut_every):
         assert hardware.same_bits(before[:, :t], after[:, :t])
 
 
+@pytest.mark.parametrize("joins", [EACH, SECOND], ids=str)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("repeats", [1, 10])
-def test_neighbours_leave_no_trace(repeats, bad, cut_every):
+def test_neighbours_leave_no_trace(repeats, bad, joins, cut_every):
     """Rows and state of one sequence are bitwise the same whatever all others hold."""
     case = inputs.make([129, 0, 70, 200] * repeats, 2, "half", seed=132)
-    cut_every(SEGMENT, is_joined=True)
+    cut_every(SEGMENT, *joins)
     clean = outs(case)
     spans = inputs.spans(case)
     for mine in range(4 * repeats - 4, 4 * repeats):
@@ -333,10 +482,11 @@ def test_neighbours_leave_no_trace(repeats, bad, cut_every):
         assert np.isfinite(final_state[mine]).all()
 
 
+@pytest.mark.parametrize("joins", [EACH, SECOND], ids=str)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_samples_and_heads_leave_no_trace(bad, cut_every):
+def test_samples_and_heads_leave_no_trace(bad, joins, cut_every):
     case = inputs.make([200], 3, "half", seed=133, batch=3)
-    cut_every(SEGMENT, is_joined=True)
+    cut_every(SEGMENT, *joins)
     clean = outs(case)
     for sample, head in (0, 1), (1, 0), (2, 1):
         dirty = dict(case)
@@ -361,11 +511,12 @@ def assert_other_rows_are_clean(row, got, want):
     assert hardware.same_bits(got[1][:, :, rows != row], want[1][:, :, rows != row])
 
 
+@pytest.mark.parametrize("joins", [EACH, SECOND], ids=str)
 @pytest.mark.parametrize("t", [0, 10, 63, 64, 70, 127, 128, 250])
-def test_what_is_not_finite_in_v_stays_in_its_column(t, cut_every):
+def test_what_is_not_finite_in_v_stays_in_its_column(t, joins, cut_every):
     """From there on, through all joins, and until a cut; all others are bitwise the same."""
     case = inputs.make([400], 2, "half", seed=134, batch=1)
-    cut_every(SEGMENT, is_joined=True)
+    cut_every(SEGMENT, *joins)
     clean_out, clean_state = outs(case)
     out, final_state = outs(inputs.changed(case, "v", np.s_[:, t, :, 5], np.nan))
     assert_other_rows_are_clean(5, (out, final_state), (clean_out, clean_state))
@@ -381,11 +532,12 @@ def test_what_is_not_finite_in_v_stays_in_its_column(t, cut_every):
     assert hardware.same_bits(out[rows], clean_out[rows])
 
 
+@pytest.mark.parametrize("joins", [EACH, SECOND], ids=str)
 @pytest.mark.parametrize("name", ["k", "g", "beta"])
 @pytest.mark.parametrize("t", [0, 10, 63, 64, 70, 127, 128, 250])
-def test_what_is_not_finite_in_a_key_stays_in_later_rows(t, name, cut_every):
+def test_what_is_not_finite_in_a_key_stays_in_later_rows(t, name, joins, cut_every):
     case = inputs.make([400], 2, "slow", seed=135, batch=1)
-    cut_every(SEGMENT, is_joined=True)
+    cut_every(SEGMENT, *joins)
     clean = outs(case)[0]
     out, final_state = outs(inputs.changed(case, name, np.s_[:, t], np.nan))
     assert hardware.same_bits(out[:, :t], clean[:, :t])
@@ -393,11 +545,12 @@ def test_what_is_not_finite_in_a_key_stays_in_later_rows(t, name, cut_every):
     assert np.isnan(final_state).all()
 
 
+@pytest.mark.parametrize("joins", [EACH, SECOND], ids=str)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_rows_of_an_initial_state_do_not_meet(bad, cut_every):
+def test_rows_of_an_initial_state_do_not_meet(bad, joins, cut_every):
     """What is not finite in a row of it stays in that column of out, and in that row."""
     case = inputs.make([300], 2, "slow", seed=136, batch=1)
-    cut_every(SEGMENT, is_joined=True)
+    cut_every(SEGMENT, *joins)
     clean_out, clean_state = outs(case)
     out, final_state = outs(inputs.changed(case, "initial_state", np.s_[:, :, 5, 90], bad))
     assert_other_rows_are_clean(5, (out, final_state), (clean_out, clean_state))
@@ -408,7 +561,7 @@ def test_rows_of_an_initial_state_do_not_meet(bad, cut_every):
 class Kept(arrays.Workspace):
     """In a workspace's place: CuPy's memory, full of a byte, between guards, and kept."""
 
-    # A byte of zero, read as a cut, is none: segments there would be joined, and written to.
+    # Read as a begin, a byte of zero is none: no item would be there, nor what it writes.
     GUARD_BYTES, GUARD = 1 << 25, 0
     fill = 0
 
@@ -425,11 +578,12 @@ class Kept(arrays.Workspace):
     def __exit__(self, kind, error, traceback):
         self.pointer = 0
 
-    def cuts(self, num_slots, num_heads):
-        """The last of what there is: [num_slots, H]."""
-        size = num_slots * num_heads
-        last = self.memory[-self.GUARD_BYTES - size : -self.GUARD_BYTES]
-        return last.get().reshape(num_slots, num_heads)
+    def begins(self, case):
+        """Of a call that has ended: [num_slots, H]."""
+        launch, num_heads = plan.plan(hardware.plan_shape(case), jit.gpu()), case["q"].shape[2]
+        at = self.GUARD_BYTES + launch.workspace.begins
+        found = self.memory[at : at + launch.num_slots * num_heads]
+        return found.get().reshape(-1, num_heads)
 
     def assert_guards_are_whole(self):
         for guard in self.memory[: self.GUARD_BYTES], self.memory[-self.GUARD_BYTES :]:
@@ -455,12 +609,14 @@ def workspaces(monkeypatch, cupy):
     return fill_with
 
 
-@pytest.mark.parametrize("is_joined", [False, True])
+@pytest.mark.parametrize("joins", [NEVER, EACH, SECOND, BEHIND_LEAD], ids=str)
 @pytest.mark.parametrize("repeats", [1, 5])
-def test_what_memory_held_leaves_no_trace(repeats, is_joined, cut_every, workspaces):
-    """Zeros, ones, and NaN in states; and nothing is written beside it."""
+def test_what_memory_held_leaves_no_trace(repeats, joins, cut_every, workspaces):
+    """Zeros, ones, and NaN in states, which are joins among begins; and nothing is written beside
+    it.
+    """
     case = inputs.make(LENGTHS * repeats, 2, "half", seed=137)
-    cut_every(SEGMENT, is_joined)
+    cut_every(SEGMENT, *joins)
     want = outs(case)
     for fill in 0x00, 0x01, 0xFF:
         made = workspaces(fill)
@@ -495,29 +651,37 @@ BAD_BOUNDS = [
     [0, MOST, -MOST - 1, 400],
     [0, MOST, -MOST - 1, 400] * 12,
     [200, *[0, 400] * 20],
+    [200] * 6,
+    [200] * 40,
+    [300, 50, 120, 90, 250],
+    [300, 50, 120, 90, 250] * 9,
+    [250, 100, 240, 110, 230, 120],
 ]
 
 
-@pytest.mark.parametrize("is_joined", [False, True])
+@pytest.mark.parametrize("joins", [NEVER, *JOINS], ids=str)
 @pytest.mark.parametrize("integer", [np.int32, np.int64])
 @pytest.mark.parametrize("bounds", BAD_BOUNDS, ids=lambda bounds: f"{bounds[:6]} of {len(bounds)}")
-def test_bad_cu_seqlens_stay_inside(bounds, integer, is_joined, cut_every, workspaces):
-    """No byte beside the arrays is written, nor beside the workspace, whatever that held."""
-    check_bad_cu_seqlens(np.array(bounds, integer), is_joined, cut_every, workspaces)
+def test_bad_cu_seqlens_stay_inside(bounds, integer, joins, cut_every, workspaces):
+    """No byte beside the arrays is written, nor beside the workspace, whatever that held; nor rows
+    of no sequence.
+    """
+    check_bad_cu_seqlens(np.array(bounds, integer), joins, cut_every, workspaces)
 
 
+@pytest.mark.parametrize("joins", JOINS, ids=str)
 @pytest.mark.parametrize("seed", range(8))
-def test_random_cu_seqlens_stay_inside(seed, cut_every, workspaces):
+def test_random_cu_seqlens_stay_inside(seed, joins, cut_every, workspaces):
     rng = np.random.default_rng(seed)
     num_bounds = 30 if seed % 2 else 70
     if seed < 4:
         bounds = rng.integers(-100, 500, num_bounds)
     else:
         bounds = rng.integers(-(2**63), 2**63 - 1, num_bounds)
-    check_bad_cu_seqlens(bounds, True, cut_every, workspaces)
+    check_bad_cu_seqlens(bounds, joins, cut_every, workspaces)
 
 
-def check_bad_cu_seqlens(bounds, is_joined, cut_every, workspaces):
+def check_bad_cu_seqlens(bounds, joins, cut_every, workspaces):
     import cukda
 
     num_tokens, guard = 400, 64
@@ -527,7 +691,10 @@ def check_bad_cu_seqlens(bounds, is_joined, cut_every, workspaces):
     shape = (num_sequences, *case["initial_state"].shape[1:])
     case["initial_state"] = rng.standard_normal(shape, dtype=np.float32)
     case["cu_seqlens"] = bounds
-    cut_every(SEGMENT, is_joined)
+    is_of_a_sequence = np.zeros(num_tokens, bool)
+    for begin, end in itertools.pairwise(bounds.clip(0, num_tokens)):
+        is_of_a_sequence[begin:end] = True
+    cut_every(SEGMENT, *joins)
     for fill in 0x00, 0xFF:
         made = workspaces(fill)
         call = hardware.upload(case)
@@ -537,6 +704,7 @@ def check_bad_cu_seqlens(bounds, is_joined, cut_every, workspaces):
         cukda.fwd(*tokens, **call, out=out[:, guard:-guard], final_state=states[1:-1])
         out, states = hardware.bits(out), hardware.host(states)
         assert (out[:, :guard] == 0x7FC0).all() and (out[:, -guard:] == 0x7FC0).all()
+        assert (out[:, guard:-guard][:, ~is_of_a_sequence] == 0x7FC0).all()
         assert np.isnan(states[[0, -1]]).all()
         assert hardware.same_bits(call["initial_state"], case["initial_state"])
         for workspace in made:
@@ -549,8 +717,8 @@ def test_out_of_memory(cut_every, cupy):
 
     runtime = cupy.cuda.runtime
     case = inputs.make([16_384], 8, "half", seed=140, batch=1)
-    # 256 segments of 8 heads, two states each: 256 MiB.
-    cut_every(SEGMENT, is_joined=True)
+    # 256 segments of 8 heads, two states and a state's half each: 320 MiB.
+    cut_every(SEGMENT, *EACH)
     want = outs(case)
     call = hardware.upload(case)
     tokens = [call.pop(n) for n in TOKENS]

@@ -155,9 +155,9 @@ def library(request, cupy, torch):
 
 @pytest.fixture(params=["planned", "joined"])
 def segments(request, cut_every):
-    """Calls as they are planned; and of four launches that share memory of the pool."""
+    """Calls as they are planned; and of three launches that share memory of the pool."""
     if request.param == "joined":
-        cut_every(SEGMENT, is_joined=True)
+        cut_every(SEGMENT, 1)
 
 
 @pytest.fixture
@@ -397,12 +397,12 @@ def test_graph_that_allocates_its_out(torch):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("is_joined", [False, True])
-def test_graph_without_a_pool(library, cut_every, forget_pool, is_joined, in_place):
+@pytest.mark.parametrize("join_every", [0, 1, 2])
+def test_graph_without_a_pool(library, cut_every, forget_pool, join_every, in_place):
     """Kernels are there, and no pool can be made during a capture: the graph has memory of its own.
     A pool that a call makes later changes nothing for it.
     """
-    cut_every(SEGMENT, is_joined)
+    cut_every(SEGMENT, join_every)
     first, second = make(72), make(73, (3, 500, 500, 21))
     want, want_of_second = expected(first), expected(second)
     pools = forget_pool()
@@ -457,9 +457,9 @@ def capture_first(library):
     case = make(74)
     static, (out, final_state) = library.case(case), library.nans(case)
     variant = hardware.whole_head_variant()
-    hardware.force(setattr, variant, SEGMENT, True)
-    for kernel, shared_bytes in (variant, variant.shared_bytes), (plan.CUTS, 0), (plan.CHAIN, 0):
-        jit.kernel(kernel.source, kernel.entry, kernel.defines, shared_bytes)
+    hardware.force(setattr, variant, SEGMENT, 1, 1)
+    for kernel in variant, plan.CUTS, plan.JOIN:
+        jit.kernel(kernel.source, kernel.entry, kernel.defines, kernel.shared_bytes)
     library.wait()
     graph = Graph(library)
     with graph.capture():
@@ -475,7 +475,7 @@ def capture_first(library):
 
 def test_graphs_in_turns_and_at_once(library, cut_every):
     """Each has memory of its own: two of one shape, one of another, one with states in place."""
-    cut_every(SEGMENT, is_joined=True)
+    cut_every(SEGMENT, 1)
     cases = [make(75), make(76), make(77, (300, 900)), make(78)]
     wants = [expected(case) for case in cases]
     statics = [library.case(case) for case in cases]
@@ -526,7 +526,7 @@ def test_graphs_in_turns_and_at_once(library, cut_every):
 
 def test_calls_on_two_streams_at_once(library, cut_every):
     """The first one's launches are held up while the second takes memory, and gives it back."""
-    cut_every(SEGMENT, is_joined=True)
+    cut_every(SEGMENT, 1)
     cases = [make(79), make(80)]
     wants = [expected(case) for case in cases]
     statics = [library.case(case) for case in cases]
@@ -548,7 +548,7 @@ def test_calls_on_two_streams_at_once(library, cut_every):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_first_call_of_a_pool_does_not_wait(library, cut_every, forget_pool, in_place):
     """Nor does one that makes the pool grow."""
-    cut_every(SEGMENT, is_joined=True)
+    cut_every(SEGMENT, 1)
     cases = [make(81), make(82, (3000, 0, 2000, 64))]
     wants = [expected(case) for case in cases]
     statics = [library.case(case) for case in cases]
@@ -592,7 +592,7 @@ def test_first_work_of_a_thread(library):
 
 def test_threads_at_once(library, cut_every, forget_pool):
     """Each with a stream and arrays of its own, and one pool for all, which they make."""
-    cut_every(SEGMENT, is_joined=True)
+    cut_every(SEGMENT, 1)
     cases = [make(83), make(84, (500, 500)), make(85, (1024,))]
     wants = [expected(case) for case in cases]
     statics = [library.case(case) for case in cases]

@@ -5,6 +5,7 @@ that would have gone to the driver, and hands out addresses where nothing is.
 """
 
 import dataclasses
+import functools
 import itertools
 import re
 import struct
@@ -103,7 +104,7 @@ SMALLEST = plan.variants()[-1]
             pytest.param(helper, layout, arch, id=f"{helper.entry}-{arch}")
             for helper, layout in (
                 (plan.CUTS, kda._CUTS_PARAMETERS),
-                (plan.CHAIN, kda._CHAIN_PARAMETERS),
+                (plan.JOIN, kda._JOIN_PARAMETERS),
             )
             for arch in ("sm_90a", "sm_80")
         ),
@@ -121,15 +122,10 @@ def test_layout_is_that_of_the_binary(variant, layout, arch):
     assert layout.size == sum(parameters_in(layout)[-1])
 
 
-@pytest.mark.parametrize("kernel", [WGMMA, SMALLEST, plan.CUTS, plan.CHAIN], ids=str)
+@pytest.mark.parametrize("kernel", [WGMMA, SMALLEST, plan.CUTS, plan.JOIN], ids=str)
 def test_blocks_are_as_large_as_the_binary_is_for(kernel):
     compiled = jit.compile(kernel.source, kernel.defines, "sm_90a")
     assert most_threads_of(compiled.cubin, kernel.entry) == kernel.num_threads
-
-
-def test_a_block_of_the_chain_has_as_many_rows_as_the_source_says():
-    source = (jit.source_dir() / plan.CHAIN.source).read_text(encoding="utf-8")
-    assert re.findall(r"\bchain_rows = (\d+)", source) == [str(plan._CHAIN_ROWS)]
 
 
 def signature(source: str, entry: str) -> list[str]:
@@ -141,19 +137,50 @@ def signature(source: str, entry: str) -> list[str]:
 
 def enum(name: str) -> dict[str, int]:
     """An `enum class` of cuda_src/, by its names."""
-    text = "".join(path.read_text(encoding="utf-8") for path in jit.source_dir().iterdir())
-    (body,) = re.findall(rf"enum class {name} \{{(.*?)\}}", text, re.DOTALL)
+    (body,) = re.findall(rf"enum class {name} \{{(.*?)\}}", sources(), re.DOTALL)
     return {key: int(value) for key, value in re.findall(r"(\w+) = (\d+)", body)}
 
 
-def test_passes_are_those_of_the_kernel():
-    assert enum("Pass") == {"Whole": kda._WHOLE, "Ends": kda._ENDS, "Forward": kda._FORWARD}
+@functools.cache
+def sources() -> str:
+    """All of cuda_src/."""
+    paths = sorted(jit.source_dir().iterdir())
+    return "".join(path.read_text(encoding="utf-8") for path in paths)
+
+
+def constant(name: str) -> str:
+    """What a `constexpr` of cuda_src/ is said to be."""
+    (value,) = re.findall(rf"\b{name} = ([^,;]+)[,;]", sources())
+    return value
+
+
+def test_counts_are_as_many_as_the_source_says():
+    assert 4 * int(constant("num_counts")) <= plan._COUNTS_BYTES
+
+
+def test_a_chain_has_as_many_parts_as_the_source_says():
+    (rows,) = re.findall(r"head_dim / (\d+)", constant("num_chain_parts"))
+    assert int(constant("head_dim")) // int(rows) == plan._NUM_CHAIN_PARTS
+
+
+def test_begins_are_bytes_that_no_cut_is_taken_for():
+    assert re.search(r"\busing Begin = unsigned char;", sources())
+    goes_on, most_cut = int(constant("goes_on")), int(constant("most_cut"))
+    is_first, is_joined = int(constant("is_first")), int(constant("is_joined"))
+    assert goes_on == 0 < most_cut < is_first < is_joined < 256
+    # A segment has the tokens before the next one's cut, which make its state.
+    assert most_cut * int(constant("chunk")) == 2 * plan._SHORTEST_SEGMENT
+
+
+def test_segments_are_whole_chunks():
+    """So that what transfers put out has room for each: struct Work."""
+    assert plan._UNIT % int(constant("chunk")) == plan._SHORTEST_SEGMENT % plan._UNIT == 0
 
 
 LAYOUTS = {
     "kda_fwd": ("kda_fwd.cu", kda._PARAMETERS),
     "kda_cuts": ("cuts.cu", kda._CUTS_PARAMETERS),
-    "kda_chain": ("chain.cu", kda._CHAIN_PARAMETERS),
+    "kda_join": ("join.cu", kda._JOIN_PARAMETERS),
 }
 STATE_BYTES = 4 * D * D
 FIRST_POOL = 0x900_1
@@ -322,7 +349,7 @@ def test_fwd_packs_what_the_kernel_reads(fake, initial_state, final_state, cu_se
     expected = plan.plan(plan.Shape(num_sequences, T, H, cu_seqlens is not None), H200)
     kinds = enum("StateKind")
     kind_of = {None: kinds["None"], "bfloat16": kinds["BF16"], "float32": kinds["FP32"]}
-    nowhere = {"cuts": 0, "taken": 0, "locals": 0, "transfers": 0}
+    nowhere = dict.fromkeys(("begins", "counts", "locals", "transfers", "queries"), 0)
     want = (
         {name: 0 if call[name] is None else ARRAYS[name][0] for name in ARRAYS}
         | nowhere
@@ -337,7 +364,6 @@ def test_fwd_packs_what_the_kernel_reads(fake, initial_state, final_state, cu_se
             "num_heads": H,
             "segment": 0,
             "num_slots": num_sequences,
-            "pass": kda._WHOLE,
         }
     )
     launch, variant = launched(fake), expected.variant
@@ -348,17 +374,20 @@ def test_fwd_packs_what_the_kernel_reads(fake, initial_state, final_state, cu_se
     assert launch.stream == STREAM
 
 
-def planned(num_sequences, num_tokens, cu_seqlens, in_place=False) -> plan.Plan:
-    shape = plan.Shape(num_sequences, num_tokens, H, cu_seqlens is not None, in_place)
-    return plan.plan(shape, H200)
+def planned(num_sequences, num_tokens, cu_seqlens) -> plan.Plan:
+    return plan.plan(plan.Shape(num_sequences, num_tokens, H, cu_seqlens is not None), H200)
 
 
 # What is launched, by whether anything is cut and whether segments are joined.
 ORDER = {
     (False, False): ["kda_fwd"],
     (True, False): ["kda_cuts", "kda_fwd"],
-    (True, True): ["kda_cuts", "kda_fwd", "kda_chain", "kda_fwd"],
+    (True, True): ["kda_cuts", "kda_fwd", "kda_join"],
 }
+
+
+def order(segments: plan.Segments) -> list[str]:
+    return ORDER[segments.length > 0, segments.join_every > 0]
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, "int32"])
@@ -368,30 +397,29 @@ def test_fwd_launches_what_is_planned(fake, num_tokens, cu_seqlens):
     cukda.fwd(**arguments(num_tokens, **given))
     num_sequences = 1 if cu_seqlens is None else N
     expected = planned(num_sequences, num_tokens, cu_seqlens)
-    assert (expected.segment > 0) == (num_tokens >= 1024)
-    assert [each.entry for each in fake.work] == ORDER[expected.segment > 0, expected.is_joined]
+    assert (expected.segments.length > 0) == (num_tokens >= 1024)
+    assert [each.entry for each in fake.work] == order(expected.segments)
 
-    grids = {
-        "kda_cuts": [expected.cuts_grid],
-        "kda_fwd": [expected.ends_grid, expected.grid][not expected.is_joined :],
-        "kda_chain": [expected.chain_grid],
+    kernels = {
+        "kda_cuts": (expected.cuts_grid, plan.CUTS),
+        "kda_fwd": (expected.grid, expected.variant),
+        "kda_join": (expected.join_grid, plan.JOIN),
     }
     want = {
         "num_sequences": num_sequences,
         "num_tokens": num_tokens,
         "num_heads": H,
-        "segment": expected.segment,
+        "segment": expected.segments.length,
         "num_slots": expected.num_slots,
     }
     for launch in fake.work:
         assert want.items() <= launch.values.items()
-        assert launch.grid == grids[launch.entry].pop(0) and launch.stream == STREAM
-        kernel = {"kda_cuts": plan.CUTS, "kda_chain": plan.CHAIN}.get(launch.entry)
-        sizes = launch.block, launch.shared_bytes
-        if kernel:
-            assert sizes == (kernel.num_threads, 0)
-        else:
-            assert sizes == (expected.variant.num_threads, expected.variant.shared_bytes)
+        grid, kernel = kernels[launch.entry]
+        assert (launch.grid, launch.stream) == (grid, STREAM)
+        assert (launch.block, launch.shared_bytes) == (kernel.num_threads, kernel.shared_bytes)
+        # More than 48 KB have to be asked for.
+        asked_for = fake.entries.index(launch.entry), 8, kernel.shared_bytes
+        assert launch.shared_bytes <= 48 * 1024 or asked_for in fake.attributes
 
 
 def test_there_are_plans_of_all_kinds(fake):
@@ -400,7 +428,8 @@ def test_there_are_plans_of_all_kinds(fake):
     for num_tokens in T, 1024, 8192:
         for cu_seqlens, num_sequences in (None, 1), ("int32", N):
             expected = planned(num_sequences, num_tokens, cu_seqlens)
-            found.add((expected.segment > 0, expected.is_joined))
+            segments = expected.segments
+            found.add((segments.length > 0, segments.join_every > 0))
     assert found == set(ORDER)
 
 
@@ -417,8 +446,11 @@ def with_states(call, num_sequences, final_state, dtype="float32"):
     return {**call, "initial_state": initial, "final_state": final}
 
 
-# Of 1000 tokens: (segment, is_joined).
-SEGMENTS = [(0, False), (64, False), (64, True), (96, True)]
+# Of 1000 tokens.
+SEGMENTS = [
+    plan.Segments(*segments)
+    for segments in ((0,), (64,), (64, 1, 1), (96, 1, 1), (64, 2, 2), (64, 3, 5))
+]
 
 
 @pytest.fixture(params=SEGMENTS, ids=str)
@@ -432,82 +464,111 @@ def segments(request, monkeypatch):
 @pytest.mark.parametrize("final_state", ["apart", "the same array", "the same memory"])
 @pytest.mark.parametrize("cu_seqlens", [None, "int64"])
 def test_launches_of_a_call_belong_together(fake, segments, cu_seqlens, final_state, dtype):
-    """One description of the work, one workspace with a place for each thing, passes in order."""
-    segment, is_joined = segments
+    """One description of the work, and one workspace, in which each has what it wants."""
+    length, join_every, first_joined = segments
     num_sequences, num_tokens = 1 if cu_seqlens is None else N, 1000
     call = arguments(num_tokens, cu_seqlens=cu_seqlens)
     call = with_states(call, num_sequences, final_state, dtype)
     cukda.fwd(**call)
     launches = fake.launches_of
-    assert [each.entry for each in launches] == ORDER[segment > 0, is_joined]
+    assert [each.entry for each in launches] == order(segments)
     assert {each.stream for each in launches} == {STREAM}
-    is_copied = final_state != "apart" and segment > 0
+    is_copied = final_state != "apart" and length > 0
     copies = [each for each in fake.work if each not in launches]
     assert len(copies) == is_copied and fake.work[: len(copies)] == copies, "it comes first"
 
-    expected = planned(num_sequences, num_tokens, cu_seqlens, final_state != "apart")
-    first = launches[0].values
-    shared = {
+    expected = planned(num_sequences, num_tokens, cu_seqlens)
+    of_entry = {each.entry: each.values for each in launches}
+    scan = of_entry["kda_fwd"]
+    found = {name: scan[name] for name in ("begins", "counts")}
+    ends = {name: scan[name] for name in ("locals", "transfers", "queries")}
+    shared = found | {
         "cu_seqlens": 0 if cu_seqlens is None else ARRAYS["cu_seqlens"][0],
         "cu_seqlens_bytes": 0 if cu_seqlens is None else 8,
         "num_sequences": num_sequences,
         "num_tokens": num_tokens,
         "num_heads": H,
-        "segment": segment,
+        "segment": length,
         "num_slots": expected.num_slots,
-        "cuts": first["cuts"],
-        "taken": first["taken"],
     }
     gates = {n: ARRAYS[n][0] for n in ("g", "k", "A_log", "dt_bias")} | {"lower_bound": -2.5}
-    scans = [each.values for each in launches if each.entry == "kda_fwd"]
-    assert [scan["pass"] for scan in scans] == (
-        [kda._ENDS, kda._FORWARD] if is_joined else [kda._WHOLE]
-    )
-    for scan in scans:
-        assert {**scan, "pass": None} == {**scans[0], "pass": None}
-    ends = {"locals": scans[0]["locals"], "transfers": scans[0]["transfers"]}
-    for each in launches:
-        want = {
-            "kda_cuts": gates | shared,
-            "kda_chain": shared | ends,
-            "kda_fwd": gates | shared | ends,
-        }[each.entry]
-        assert want.items() <= each.values.items()
-        assert each.entry == "kda_fwd" or want == each.values
-
     # Where the caller's states are.
-    where = {name: ARRAYS[name][0] for name in ("initial_state", "final_state")}
+    initial, final = (ARRAYS[name][0] for name in ("initial_state", "final_state"))
     if final_state != "apart":
-        where["final_state"] = where["initial_state"]
+        final = initial
     if is_copied:
-        ((where["initial_state"], begin, num_bytes, stream),) = copies
-        given = call["initial_state"]
-        assert (begin, num_bytes, stream) == (given.pointer, given.num_bytes, STREAM)
-    assert where.items() <= scans[0].items()
+        ((to, *copied),) = copies
+        assert copied == [initial, call["initial_state"].num_bytes, STREAM]
+        initial = to
+    kind = enum("StateKind")[{"bfloat16": "BF16", "float32": "FP32"}[dtype]]
+    final = {"final_state": final, "final_kind": kind}
+    ready = of_entry["kda_join"]["ready"] if join_every else 0
+    written = {"scale": 0.25, "out": ARRAYS["out"][0]} | final
+    joins = {"join_every": join_every}
+    never = {"first_joined": 2**31 - 1}
+    want = {
+        "kda_cuts": gates
+        | shared
+        | joins
+        | ({"first_joined": first_joined} if join_every else never)
+        | {"ready": ready},
+        "kda_fwd": {n: ARRAYS[n][0] for n in ("q", "v", "beta")}
+        | gates
+        | shared
+        | ends
+        | written
+        | {"initial_state": initial, "initial_kind": kind},
+        "kda_join": shared | ends | written | joins | {"ready": ready},
+    }
+    assert of_entry == {entry: want[entry] for entry in order(segments)}
 
-    if segment == 0:
-        assert fake.memory == []
-        assert first["cuts"] == first["taken"] == ends["locals"] == ends["transfers"] == 0
+    if length == 0:
+        assert fake.memory == [] and not any((found | ends).values())
         return
     num_states = expected.num_slots * H
-    # u32 [2], and a byte for each.
-    places = [(first["taken"], 2 * 4), (first["cuts"], num_states)]
-    assert first["taken"] % 4 == 0
-    if is_joined:
-        places += [(pointer, num_states * STATE_BYTES) for pointer in ends.values()]
+    places = {
+        "counts": (found["counts"], 4 * int(constant("num_counts"))),
+        "begins": (found["begins"], num_states),
+    }
+    if join_every:
+        places |= {
+            "locals": (ends["locals"], num_states * STATE_BYTES),
+            "transfers": (ends["transfers"], num_states * STATE_BYTES),
+            "queries": (ends["queries"], num_states * length * 4 * D),
+            "ready": (ready, num_states * 4),
+        }
     if is_copied:
-        places.append((where["initial_state"], call["initial_state"].num_bytes))
+        places["initial_state"] = initial, call["initial_state"].num_bytes
     (memory,) = fake.memory
-    # Loads are of up to 16 bytes.
-    assert all(pointer % 16 == 0 for pointer, _ in places[2:])
-    places = sorted(places)
-    assert memory.pointer <= places[0][0]
-    for (pointer, num_bytes), (following, _) in itertools.pairwise(places):
+    for name, (pointer, _) in places.items():
+        # Loads are of up to 16 bytes.
+        assert pointer % {"counts": 4, "ready": 4, "begins": 1}.get(name, 16) == 0, name
+    in_order = sorted(places.values())
+    assert memory.pointer <= in_order[0][0]
+    for (pointer, num_bytes), (following, _) in itertools.pairwise(in_order):
         assert pointer + num_bytes <= following
-    assert sum(places[-1]) <= memory.pointer + memory.num_bytes
-    assert memory.num_bytes == sum(num_bytes for _, num_bytes in places), "no more than is used"
+    assert sum(in_order[-1]) <= memory.pointer + memory.num_bytes
+    used = sum(num_bytes for _, num_bytes in places.values())
+    assert memory.num_bytes <= used + 16 * len(places), "little more than is used"
     assert memory.stream == STREAM
     assert (memory.taken, memory.freed) == (0, len(fake.work)), "around all of it"
+
+
+def test_copied_states_are_aligned_as_those_of_callers(fake, segments):
+    """Whatever lies before them."""
+    for num_sequences, num_heads in itertools.product((1, 2, 3, 33), (1, 3, 4, 7)):
+        call = arguments(4000, cu_seqlens=None, A_log=None, dt_bias=None)
+        for name in "q", "k", "v", "g", "beta", "out":
+            array = call[name]
+            shape = (num_sequences, 4000, num_heads, *array.shape[3:])
+            call[name] = on_gpu(name, array.pointer, shape, array.dtype)
+        at, shape = ARRAYS["initial_state"][0], (num_sequences, num_heads, D, D)
+        call["final_state"] = call["initial_state"] = on_gpu("state", at, shape, "float32")
+        fake.work.clear()
+        cukda.fwd(**call)
+        (scan,) = (each.values for each in fake.launches_of if each.entry == "kda_fwd")
+        assert (scan["initial_state"] == at) == (segments.length == 0)
+        assert scan["initial_state"] % 16 == 0, (num_sequences, num_heads)
 
 
 @pytest.mark.parametrize("given", ["initial_state", "final_state", None])
@@ -525,21 +586,11 @@ def test_a_state_alone_is_not_in_place(fake, segments, cu_seqlens, given):
                 assert scan.values[name] == (ARRAYS[name][0] if name == given else 0)
 
 
-def test_states_in_place_are_planned_as_such(fake, monkeypatch):
-    """Their copies count among what a call keeps in memory."""
-    asked = []
-    real = plan.plan
-    monkeypatch.setattr(plan, "plan", lambda shape, gpu: asked.append(shape) or real(shape, gpu))
-    for final_state in "apart", "the same array", "the same memory":
-        cukda.fwd(**with_states(arguments(1000), N, final_state))
-    assert [shape.in_place for shape in asked] == [False, True, True]
-
-
 @pytest.mark.parametrize("final_state", ["apart", "the same array"])
-@pytest.mark.parametrize("failing", range(5))
+@pytest.mark.parametrize("failing", range(len(ORDER[True, True]) + 2))
 def test_memory_is_freed_when_a_launch_fails(fake, monkeypatch, failing, final_state):
     """On the stream that has what was launched before; and the device is what it was."""
-    hardware.force(monkeypatch.setattr, LARGEST, 64, True)
+    hardware.force(monkeypatch.setattr, LARGEST, 64, 1, 1)
     real_launch, real_copy = fake.cuda.driver.launchKernel, fake.cuda.runtime.memcpyAsync
     num_left = failing
 
@@ -577,7 +628,7 @@ def test_memory_is_freed_when_a_kernel_does_not_compile(fake):
 
 @pytest.mark.parametrize("is_capturing", [False, True])
 def test_no_memory_is_an_error_that_names_it(fake, monkeypatch, is_capturing):
-    hardware.force(monkeypatch.setattr, LARGEST, 64, True)
+    hardware.force(monkeypatch.setattr, LARGEST, 64, 1, 1)
     fake.out_of_memory, fake.is_capturing = True, is_capturing
     with pytest.raises(MemoryError, match=r"^cukda: the GPU has no \d+ bytes for states"):
         cukda.fwd(**arguments(1000))
@@ -604,7 +655,7 @@ def test_another_error_of_the_allocation_is_passed_on(fake, monkeypatch, is_capt
 
 
 def test_a_device_has_one_pool_that_keeps_what_it_has_had(fake, monkeypatch):
-    hardware.force(monkeypatch.setattr, LARGEST, 64, True)
+    hardware.force(monkeypatch.setattr, LARGEST, 64, 1, 1)
     cukda.fwd(**arguments())
     assert fake.pools == [], "nothing is cut"
     for _ in range(3):
@@ -617,12 +668,13 @@ def test_a_device_has_one_pool_that_keeps_what_it_has_had(fake, monkeypatch):
     keep = fake.cuda.runtime.cudaMemPoolAttrReleaseThreshold, 2**64 - 1
     assert fake.settings == [(first, *keep), (second, *keep)]
     assert [memory.pool for memory in fake.memory] == [first, first, first, second]
-    assert [memory.freed for memory in fake.memory] == [5, 9, 13, 17]
+    num_steps = len(ORDER[True, True])
+    assert [memory.freed for memory in fake.memory] == [1 + i * num_steps for i in range(1, 5)]
 
 
 def test_a_capture_before_there_is_a_pool_makes_none(fake, monkeypatch):
     """The graph's memory is the graph's; the first call outside of a capture makes the pool."""
-    hardware.force(monkeypatch.setattr, LARGEST, 64, True)
+    hardware.force(monkeypatch.setattr, LARGEST, 64, 1, 1)
     num_steps = len(ORDER[True, True])
     for device in 0, 1:
         fake.device, pool = device, FIRST_POOL + device
@@ -644,7 +696,7 @@ def test_a_capture_before_there_is_a_pool_makes_none(fake, monkeypatch):
 
 def test_threads_that_make_a_pool_at_once_use_one(fake, monkeypatch):
     """The first to have made one: a call from within that of another stands for a thread here."""
-    hardware.force(monkeypatch.setattr, LARGEST, 64, True)
+    hardware.force(monkeypatch.setattr, LARGEST, 64, 1, 1)
     make_pool = fake.cuda.runtime.memPoolCreate
 
     def make_pool_late(props):

@@ -46,6 +46,11 @@ NUM_THREADS = {
 every_gpu = pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
 
 
+WHOLE = plan.Segments()
+# In each way that they may be joined.
+JOINS = [(), (1, 1), (2, 2), (2, 1), (1, 3)]
+
+
 def variant(v_rows, num_stages, wgmma=False):
     wanted = (v_rows, num_stages, wgmma)
     (found,) = (v for v in plan.variants() if (v.v_rows, v.num_stages, v.wgmma) == wanted)
@@ -58,8 +63,9 @@ def whole(num_sequences, num_heads):
 
 
 def num_items(launch, shape):
-    """As struct Work of cuda_src/work.cuh counts them."""
-    return launch.num_slots * shape.num_heads * launch.variant.num_parts
+    """The most that struct Work of cuda_src/work.cuh counts: joined segments are two each."""
+    each = 2 if launch.segments.join_every else 1
+    return each * launch.num_slots * shape.num_heads * launch.variant.num_parts
 
 
 @pytest.mark.parametrize(
@@ -101,7 +107,7 @@ def test_blocks_of_a_split_all_run_at_once(gpu):
     for num_heads in range(1, 2 * gpu.num_sms + 2):
         shape = whole(1, num_heads)
         launch = plan.plan(shape, gpu)
-        assert launch.segment == 0
+        assert launch.segments == WHOLE
         if launch.variant.num_parts > 1:
             assert launch.grid == num_items(launch, shape)
         if launch.variant.num_parts < most_parts:
@@ -115,7 +121,6 @@ SHAPES = [
         (0, 1, 31, 64, 65, 100, 1024, 8192, 131_072),
         (0, 1, 3, 12, 96),
         (False, True),
-        (False, True),
     )
 ]
 
@@ -128,51 +133,102 @@ def test_every_launch_is_one_that_the_gpu_can_run(gpu):
         assert launch.variant.shared_bytes <= gpu.max_shared_bytes
         assert launch.variant.num_stages == (DEEP if gpu.max_shared_bytes > 99 * KB else SHALLOW)
         assert launch.variant.wgmma == gpu.has_wgmma, shape
-        assert launch.segment == 0 or 64 <= launch.segment < shape.num_tokens, shape
-        assert launch.segment % 32 == 0, shape
+        check_segments(launch.segments, shape)
+
+
+def check_segments(segments, shape):
+    """That there are such, and that some sequence may be as long as they say."""
+    length, join_every, first_joined = segments
+    if length == 0:
+        assert segments == WHOLE, shape
+        return
+    assert 64 <= length < shape.num_tokens and length % 32 == 0, shape
+    if join_every == 0:
+        assert first_joined == 0, shape
+    else:
+        assert join_every > 0 and 0 < first_joined * length < shape.num_tokens, shape
+
+
+def check_helpers(launch, shape, gpu):
+    """A block of CUTS for each slot and head; of JOIN for each chain, of 16 rows of a state, and
+    as many beside as run at once. None where there is nothing to cut, or to join.
+    """
+    segments = launch.segments
+    assert launch.cuts_grid == (launch.num_slots * shape.num_heads if segments.length else 0)
+    num_chains = 128 // 16 * shape.num_sequences * shape.num_heads
+    assert launch.join_grid == (num_chains + 2 * gpu.num_sms if segments.join_every else 0)
+
+
+def check_workspace(launch, shape):
+    """Each part is as large as what it is for, and where loads of 16 bytes, or of 4, want it."""
+    segments, at = launch.segments, launch.workspace
+    num_states = launch.num_slots * shape.num_heads if segments.length else 0
+    num_joined = num_states if segments.join_every else 0
+    wanted = {
+        "locals": 4 * 128 * 128 * num_joined,
+        "transfers": 4 * 128 * 128 * num_joined,
+        "queries": 4 * 128 * segments.length * num_joined,
+        "counts": 3 * 4 if num_states else 0,
+        "ready": 4 * num_joined,
+        "begins": num_states,
+    }
+    assert at._fields == (*wanted, "end") and at.locals == 0
+    for (name, num_bytes), (begin, end) in zip(wanted.items(), itertools.pairwise(at), strict=True):
+        assert num_bytes <= end - begin <= num_bytes + 16, (name, shape)
+        if num_bytes == 0:
+            assert begin == end, (name, shape)
+        alignment = {"counts": 4, "ready": 4, "begins": 1}.get(name, 16)
+        assert begin % alignment == 0, (name, shape)
+    assert at.end % 16 == 0, f"states are copied there: {shape}"
+
+
+def num_bytes_beside(launch, shape):
+    """That a call takes, if it is in place."""
+    num_states = shape.num_sequences * shape.num_heads if launch.segments.length else 0
+    return launch.workspace.end + 4 * 128 * 128 * num_states
 
 
 @every_gpu
-def test_grids_of_the_helpers_are_of_all_that_they_have_to_do(gpu):
-    """A block of CUTS for each slot and head, and of CHAIN for each few rows of a state; none where
-    there is nothing to cut or to join.
-    """
-    assert 128 % plan._CHAIN_ROWS == 0
+def test_helpers_and_workspace_are_what_segments_need(gpu):
     for shape in SHAPES:
         launch = plan.plan(shape, gpu)
-        slots_and_heads = launch.num_slots * shape.num_heads
-        assert launch.cuts_grid == (slots_and_heads if launch.segment else 0), shape
-        if launch.is_joined:
-            assert launch.segment > 0, shape
-            assert launch.ends_grid == min(2 * num_items(launch, shape), gpu.num_sms), shape
-            num_rows = 128 * shape.num_sequences * shape.num_heads
-            assert launch.chain_grid * plan._CHAIN_ROWS == num_rows, shape
-        else:
-            assert launch.ends_grid == launch.chain_grid == 0, shape
+        check_helpers(launch, shape, gpu)
+        check_workspace(launch, shape)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 1, 64, 65, 1000])
-def test_only_segments_are_joined(num_tokens, packed, in_place):
-    shape = plan.Shape(3, num_tokens, 2, packed, in_place)
-    for each, segment in itertools.product(plan.variants(), (0, 64, 96)):
-        launch = plan.launch(each, segment, True, shape, H200)
-        assert launch.is_joined == (0 < segment < num_tokens)
-        assert (launch.ends_grid > 0) == (launch.chain_grid > 0) == launch.is_joined
-        apart = plan.launch(each, segment, False, shape, H200)
-        assert not apart.is_joined and apart.ends_grid == apart.chain_grid == 0
-        for same in "variant", "grid", "segment", "num_slots", "cuts_grid":
+def test_what_is_asked_for_is_launched(num_tokens, packed):
+    """Where some sequence is longer than a segment."""
+    for num_sequences, num_heads in itertools.product((1, 3, 33), (1, 2, 7)):
+        shape = plan.Shape(num_sequences, num_tokens, num_heads, packed)
+        for each, length, joins in itertools.product(plan.variants(), (64, 96), JOINS):
+            segments = plan.Segments(length, *joins)
+            launch = plan.launch(each, segments, shape, H200)
+            assert launch.variant == each
+            assert launch.segments == (segments if length < num_tokens else WHOLE)
+            assert launch.grid == min(num_items(launch, shape), H200.num_sms)
+            check_helpers(launch, shape, H200)
+            check_workspace(launch, shape)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_how_segments_are_joined_changes_no_slot(packed):
+    shape = plan.Shape(3, 1000, 2, packed)
+    for each, joins in itertools.product(plan.variants(), JOINS):
+        launch = plan.launch(each, plan.Segments(64, *joins), shape, H200)
+        apart = plan.launch(each, plan.Segments(64), shape, H200)
+        for same in "variant", "num_slots", "cuts_grid":
             assert getattr(launch, same) == getattr(apart, same)
 
 
 @every_gpu
 @pytest.mark.parametrize(("num_sequences", "num_heads"), [(0, 4), (4, 0), (0, 0)])
 def test_nothing_to_do_is_no_block(num_sequences, num_heads, gpu):
-    for num_tokens, *rest in itertools.product((0, 8192), (False, True), (False, True)):
-        launch = plan.plan(plan.Shape(num_sequences, num_tokens, num_heads, *rest), gpu)
-        grids = launch.grid, launch.cuts_grid, launch.ends_grid, launch.chain_grid
-        assert grids == (0, 0, 0, 0)
+    for num_tokens, packed in itertools.product((0, 8192), (False, True)):
+        launch = plan.plan(plan.Shape(num_sequences, num_tokens, num_heads, packed), gpu)
+        assert (launch.grid, launch.cuts_grid, launch.join_grid) == (0, 0, 0)
+        assert not any(launch.workspace)
 
 
 @every_gpu
@@ -189,13 +245,24 @@ def test_sequences_without_tokens_have_an_item_each(packed, gpu):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("num_tokens", [8192, 131_072])
 def test_few_heads_with_many_tokens_are_cut(num_tokens, packed, gpu):
-    """States in place or not; of one head they are also joined."""
-    for num_heads, in_place in itertools.product((1, 4, 12, 16, 32), (False, True)):
+    """And joined, of one head or of some."""
+    for num_heads in 1, 4, 12, 16, 32:
         if num_heads < gpu.num_sms:
-            launch = plan.plan(plan.Shape(1, num_tokens, num_heads, packed, in_place), gpu)
-            assert 0 < launch.segment < num_tokens
+            launch = plan.plan(plan.Shape(1, num_tokens, num_heads, packed), gpu)
+            assert 0 < launch.segments.length < num_tokens
             assert 2 * launch.grid > gpu.num_sms
-            assert launch.is_joined or num_heads > 1
+            assert launch.segments.join_every > 0 or num_heads > 4
+
+
+@every_gpu
+def test_sequences_that_fill_a_gpu_are_whole(gpu):
+    """As many as it runs at once, or some times as many: no cut makes them shorter."""
+    for num_rounds, num_tokens in itertools.product((1, 2, 4), (1024, 8192)):
+        for shape in (
+            plan.Shape(1, num_tokens, num_rounds * gpu.num_sms, packed=False),
+            plan.Shape(num_rounds * gpu.num_sms, num_tokens, 1, packed=False),
+        ):
+            assert plan.plan(shape, gpu).segments == WHOLE, shape
 
 
 @every_gpu
@@ -204,8 +271,8 @@ def test_many_sequences_are_not_cut(num_heads, gpu):
     """Of packed ones, none that is not much longer than the others."""
     batched = plan.plan(plan.Shape(768, 1024, num_heads, packed=False), gpu)
     packed = plan.plan(plan.Shape(768, 768 * 1024, num_heads, packed=True), gpu)
-    assert (batched.segment, batched.num_slots) == (0, 768)
-    assert packed.segment == 0 or packed.segment >= 2 * 1024
+    assert (batched.segments, batched.num_slots) == (WHOLE, 768)
+    assert packed.segments == WHOLE or packed.segments.length >= 2 * 1024
     assert batched.variant.v_rows == packed.variant.v_rows == 128
 
 
@@ -219,24 +286,16 @@ def test_a_long_sequence_among_short_ones_is_cut(num_sequences, num_heads, gpu):
     share = num_tokens * num_heads * launch.variant.num_parts / gpu.num_sms
     longest = 32 * math.ceil(max(share, 2 * num_tokens / num_sequences) / 32)
     if gpu.num_sms == 1:
-        assert longest >= num_tokens and launch.segment == 0, "a share as large as all is no cut"
+        assert longest >= num_tokens and launch.segments == WHOLE, "as large as all: no cut"
     else:
-        assert 0 < launch.segment <= longest
+        assert 0 < launch.segments.length <= longest
 
 
 @every_gpu
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_sequence_is_cut_that_is_as_short_as_a_segment(packed, gpu):
     for num_tokens in range(65):
-        assert plan.plan(plan.Shape(1, num_tokens, 1, packed), gpu).segment == 0
-
-
-def num_states_beside(launch, shape):
-    """States that a call keeps in memory: as `_launch` of cukda/kda.py takes them."""
-    if launch.segment == 0:
-        return 0
-    num_ends = 2 * launch.num_slots * shape.num_heads if launch.is_joined else 0
-    return num_ends + (shape.num_sequences * shape.num_heads if shape.in_place else 0)
+        assert plan.plan(plan.Shape(1, num_tokens, 1, packed), gpu).segments == WHOLE
 
 
 MANY = st.one_of(st.integers(1, 200), st.integers(1, 2**24))
@@ -244,68 +303,63 @@ TOKENS = st.one_of(st.integers(0, 300), st.integers(0, 2**20), st.integers(0, 2*
 
 
 @given(
-    shape=st.builds(plan.Shape, MANY, TOKENS, st.integers(1, 128), st.booleans(), st.booleans()),
+    shape=st.builds(plan.Shape, MANY, TOKENS, st.integers(1, 128), st.booleans()),
     gpu=st.sampled_from(list(GPUS.values())),
 )
-@example(plan.Shape(2**24, 2**28, 128, packed=True, in_place=True), H200)
 @example(plan.Shape(2**24, 2**28, 128, packed=True), H200)
 @example(plan.Shape(1, 2**28, 128, packed=False), H200)
-@example(plan.Shape(33, 2**28, 128, packed=True, in_place=True), H200)
+@example(plan.Shape(1, 2**28, 1, packed=False), H200)
+@example(plan.Shape(33, 2**28, 128, packed=True), H200)
 @settings(max_examples=500, deadline=None)
-def test_few_states_are_kept_in_memory(shape, gpu):
-    """32 for each multiprocessor, 64 KB each: 270 MB on an H200."""
+def test_any_plan_can_be_launched(shape, gpu):
+    """With no more than 1 GiB beside the caller's memory, which _MOST_BYTES is."""
     launch = plan.plan(shape, gpu)
-    assert num_states_beside(launch, shape) <= 32 * gpu.num_sms
-    assert launch.segment > 0 or not launch.is_joined
+    assert num_bytes_beside(launch, shape) <= plan._MOST_BYTES == 2**30
+    assert launch.grid == min(num_items(launch, shape), gpu.num_sms)
+    check_segments(launch.segments, shape)
+    check_helpers(launch, shape, gpu)
+    check_workspace(launch, shape)
+    if launch.segments.length:
+        assert num_items(launch, shape) < 2**31
+        assert max(launch.cuts_grid, launch.join_grid) < 2**31
 
 
 @every_gpu
-def test_few_states_are_kept_in_memory_of_usual_shapes(gpu):
-    some_joined = False
-    for num_sequences, num_tokens, num_heads, packed, in_place in itertools.product(
+def test_little_memory_is_taken_of_usual_shapes(gpu):
+    found = set()
+    for num_sequences, num_tokens, num_heads, packed in itertools.product(
         (1, 2, 4, 8, 31, 40, 130, 1000), (512, 2048, 8192, 2**16, 2**20), (1, 4, 12, 32, 66, 128),
-        (False, True), (False, True),
+        (False, True),
     ):  # fmt: skip
-        shape = plan.Shape(num_sequences, num_tokens, num_heads, packed, in_place)
+        shape = plan.Shape(num_sequences, num_tokens, num_heads, packed)
         launch = plan.plan(shape, gpu)
-        assert num_states_beside(launch, shape) <= plan._MOST_STATES * gpu.num_sms, shape
-        some_joined |= launch.is_joined
-    assert some_joined or gpu.num_sms == 1
+        assert num_bytes_beside(launch, shape) <= plan._MOST_BYTES, shape
+        found.add((launch.segments.length > 0, launch.segments.join_every > 0))
+    all_kinds = {(False, False), (True, False), (True, True)}
+    assert found == (all_kinds if gpu.num_sms > 1 else all_kinds & found)
 
 
-def test_a_state_more_than_there_may_be_is_not_kept(monkeypatch):
-    """The bound is kept to the state, and a plan that it rules out gives way to another."""
-    shape = plan.Shape(1, 8192, 12, packed=False, in_place=True)
+@pytest.mark.parametrize("limit", ["_MOST_BYTES", "_MOST_ITEMS"])
+def test_what_does_not_fit_is_not_planned(monkeypatch, limit):
+    """The bounds are kept to the byte and to the item, and a plan that one rules out gives way to
+    another: in the end to whole sequences, which need not fit.
+    """
+    shape = plan.Shape(1, 8192, 12, packed=False)
     joined = plan.plan(shape, H200)
-    assert joined.is_joined
-    used = num_states_beside(joined, shape)
-    one_sm = H200._replace(num_sms=1)
-    for most, may_be_kept in (used, True), (used - 1, False):
-        monkeypatch.setattr(plan, "_MOST_STATES", most / H200.num_sms)
-        assert (plan._choice.__wrapped__(shape, H200)[1:] == (joined.segment, True)) == may_be_kept
-    monkeypatch.setattr(plan, "_MOST_STATES", 0)
-    assert plan._choice.__wrapped__(shape, H200)[1:] == (0, False)
-    assert plan._choice.__wrapped__(shape, one_sm)[1:] == (0, False)
+    assert joined.segments.join_every > 0
+    used = {
+        "_MOST_BYTES": num_bytes_beside(joined, shape),
+        "_MOST_ITEMS": num_items(joined, shape),
+    }[limit]
+    chosen = joined.variant, joined.segments
 
+    def choice(most):
+        monkeypatch.setattr(plan, limit, most)
+        return plan._choice.__wrapped__(shape, H200)
 
-@pytest.mark.parametrize("is_joined", [False, True])
-@pytest.mark.parametrize("segment", [0, 64, 96])
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_launch_in_place_is_that_of_states_apart(packed, segment, is_joined):
-    """The initial states are copied first, so a last segment may write where a first one reads."""
-    shape = plan.Shape(3, 1000, 2, packed)
-    for each in plan.variants():
-        apart = plan.launch(each, segment, is_joined, shape, H200)
-        assert plan.launch(each, segment, is_joined, shape._replace(in_place=True), H200) == apart
-        assert apart.segment == segment
-
-
-def test_states_are_not_in_place_unless_said():
-    assert not plan.Shape(1, 8192, 1, packed=False).in_place
-    for num_tokens, packed in itertools.product((8192, 65_536), (False, True)):
-        shape = plan.Shape(1, num_tokens, 4, packed)
-        assert plan.plan(shape, H200).segment > 0
-        assert plan.plan(shape._replace(in_place=True), H200).segment > 0
+    assert choice(used) == chosen
+    assert choice(used - 1) != chosen
+    assert choice(0)[1] == WHOLE
 
 
 def test_stages_follow_shared_memory_to_the_byte():
@@ -348,9 +402,9 @@ def test_too_little_shared_memory_plans_the_smallest(max_shared_bytes, has_wgmma
 @pytest.mark.parametrize("segment", [64, 96])
 def test_batched_sequences_have_as_many_slots_as_segments(segment, num_tokens):
     shape = plan.Shape(3, num_tokens, 2, packed=False)
-    launch = plan.launch(plan.variants()[0], segment, False, shape, H200)
+    launch = plan.launch(plan.variants()[0], plan.Segments(segment), shape, H200)
     assert launch.num_slots == 3 * max(1, len(range(0, num_tokens, segment)))
-    assert launch.segment == (segment if segment < num_tokens else 0)
+    assert launch.segments.length == (segment if segment < num_tokens else 0)
 
 
 def slots(bounds, segment):
@@ -370,7 +424,7 @@ def slots(bounds, segment):
 def check_slots_of(launch, bounds):
     """Of the segments that the kernel makes of the launch's arguments."""
     ends = [0]
-    for first, end in slots(bounds, launch.segment):
+    for first, end in slots(bounds, launch.segments.length):
         assert first >= ends[-1]
         ends.append(end)
     assert ends[-1] <= launch.num_slots, (launch, bounds)
@@ -381,8 +435,8 @@ def check_slots(lengths, segment, before=0, behind=0):
     bounds = (before + np.cumsum([0, *lengths])).tolist()
     num_tokens = bounds[-1] + behind
     shape = plan.Shape(len(lengths), num_tokens, 2, packed=True)
-    launch = plan.launch(plan.variants()[0], segment, False, shape, H200)
-    assert launch.segment == (segment if segment < num_tokens else 0)
+    launch = plan.launch(plan.variants()[0], plan.Segments(segment), shape, H200)
+    assert launch.segments.length == (segment if segment < num_tokens else 0)
     check_slots_of(launch, bounds)
 
 
@@ -442,17 +496,16 @@ def test_token_counts_that_round_alike_share_a_choice(
     plan.plan(shape._replace(num_tokens=below), gpu)
     assert plan._choice.cache_info().misses == 2
 
-    chosen, segment, is_joined = plan._choice(shape._replace(num_tokens=alike[-1]), gpu)
+    chosen, segments = plan._choice(shape._replace(num_tokens=alike[-1]), gpu)
     for num_tokens, launch in zip(alike, launches, strict=True):
         assert launch.variant == chosen
-        assert launch.segment == (segment if segment < num_tokens else 0)
-        assert launch.is_joined == (is_joined and launch.segment > 0)
-        if launch.segment == 0:
+        assert launch.segments == (segments if segments.length < num_tokens else WHOLE)
+        if launch.segments == WHOLE:
             assert launch.num_slots == num_sequences
         elif packed:
-            assert launch.num_slots == num_tokens // segment + num_sequences
+            assert launch.num_slots == num_tokens // segments.length + num_sequences
         else:
-            assert launch.num_slots == num_sequences * len(range(0, num_tokens, segment))
+            assert launch.num_slots == num_sequences * len(range(0, num_tokens, segments.length))
 
 
 @every_gpu
@@ -463,7 +516,7 @@ def test_what_a_plan_cuts_has_slots(gpu):
         for num_sequences, num_heads in itertools.product((1, 2, 33, 80), (1, 4, 45, 130)):
             shape = plan.Shape(num_sequences, num_tokens, num_heads, packed=True)
             launch = plan.plan(shape, gpu)
-            assert launch.segment == 0 or launch.segment < num_tokens
+            check_segments(launch.segments, shape)
             first = [0] + [num_tokens] * num_sequences
             last = [0] * num_sequences + [num_tokens]
             anywhere = [0, *sorted(rng.integers(0, num_tokens + 1, num_sequences - 1).tolist())]
@@ -471,22 +524,24 @@ def test_what_a_plan_cuts_has_slots(gpu):
                 check_slots_of(launch, bounds)
 
 
-@pytest.mark.parametrize("is_joined", [False, True])
+@pytest.mark.parametrize("joins", JOINS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_segment_of_the_rounded_count_that_is_all_of_the_true_one_is_none(
-    monkeypatch, packed, is_joined
+    monkeypatch, packed, joins
 ):
     """Whatever lengths are worth a thought: 16,385 tokens are planned as 17,408."""
-    segment = 16_416
-    chosen = variant(128, DEEP), segment, is_joined
-    monkeypatch.setattr(plan, "_choice", lambda shape, gpu: chosen)
-    for num_tokens in 16_385, segment - 1, segment, segment + 1:
-        launch = plan.plan.__wrapped__(plan.Shape(40, num_tokens, 130, packed), H200)
-        if num_tokens <= segment:
-            assert (launch.segment, launch.num_slots, launch.is_joined) == (0, 40, False)
-            assert launch.cuts_grid == launch.ends_grid == launch.chain_grid == 0
+    length = 16_416
+    segments = plan.Segments(length, *joins)
+    monkeypatch.setattr(plan, "_choice", lambda shape, gpu: (variant(128, DEEP), segments))
+    for num_tokens in 16_385, length - 1, length, length + 1:
+        shape = plan.Shape(40, num_tokens, 130, packed)
+        launch = plan.plan.__wrapped__(shape, H200)
+        if num_tokens <= length:
+            assert (launch.segments, launch.num_slots) == (WHOLE, 40)
         else:
-            assert (launch.segment, launch.is_joined) == (segment, is_joined)
+            assert launch.segments == segments
+        check_helpers(launch, shape, H200)
+        check_workspace(launch, shape)
 
 
 @every_gpu
@@ -502,8 +557,8 @@ def test_the_kernel_counts_in_32_bits(gpu):
                 shape = plan.Shape(num_sequences, num_tokens, num_heads, packed)
                 launch = plan.plan(shape, gpu)
                 assert num_items(launch, shape) + launch.grid <= 2**32, shape
-                assert 2 * num_items(launch, shape) < 2**32 or not launch.is_joined, shape
-                assert max(launch.segment, launch.cuts_grid, launch.chain_grid) < 2**31, shape
+                sizes = launch.segments.length, launch.cuts_grid, launch.join_grid
+                assert max(sizes) < 2**31, shape
 
 
 def test_variants_state_all_that_is_compiled():
@@ -560,10 +615,11 @@ def test_a_forced_choice_is_that_of_every_plan(monkeypatch):
     before = plan.plan
     shapes = [shape for shape in SHAPES if shape.num_tokens > 64]
     with monkeypatch.context() as patch:
-        for each, segments in itertools.product(plan.variants(), ((0,), (64,), (64, True))):
+        for each, segments in itertools.product(
+            plan.variants(), (WHOLE, *(plan.Segments(64, *joins) for joins in JOINS))
+        ):
             hardware.force(patch.setattr, each, *segments)
             for shape in shapes:
                 launch = plan.plan(shape, H200)
-                found = launch.variant, launch.segment, launch.is_joined
-                assert found == (each, segments[0], len(segments) == 2)
+                assert (launch.variant, launch.segments) == (each, segments)
     assert plan.plan is before

@@ -102,14 +102,15 @@ def test_each_run_asks_for_its_variant(sanitizer, tmp_path):
 
 def test_every_variant_runs_whole_and_cut_and_joined():
     assert list(sanitize.kernels().values()) == [
-        (variant, *segments)
+        (variant, plan.Segments(*segments))
         for variant in plan.variants()
-        for segments in ((0, False), (64, False), (64, True))
+        for segments in ((0,), (64,), (64, 1, 1), (64, 2, 2))
     ]
-    assert [name.rpartition(") ")[2] for name in list(sanitize.kernels())[:3]] == [
+    assert [name.rpartition(") ")[2] for name in list(sanitize.kernels())[:4]] == [
         "segment=0",
         "segment=64",
-        "segment=64 joined",
+        "segment=64 join_every=1",
+        "segment=64 join_every=2",
     ]
     assert sanitize.names() == [*sanitize.kernels(), "sigmoid"]
 
@@ -143,7 +144,7 @@ def test_a_run_is_of_its_variant_and_segment(planned, name):
     """All in one block, and with more items than there are slots for items."""
     (launch,) = planned(name, H200)
     variant = launch.variant
-    assert (variant, launch.segment, launch.is_joined) == sanitize.kernels()[name]
+    assert (variant, launch.segments) == sanitize.kernels()[name]
     assert launch.grid == 1
     # As num_item_slots of cuda_src/chunk.cuh.
     num_item_slots = variant.num_stages + variant._num_raw + variant._num_solvers
@@ -170,7 +171,7 @@ def test_the_problem_has_cuts_and_joins_and_both():
     longest = max(range(len(sanitize.SEQ_LENS)), key=sanitize.SEQ_LENS.__getitem__)
     sequence = inputs.alone(case, longest)
     num_tokens = sequence["q"].shape[1]
-    assert num_tokens > 200 and 0 in sanitize.SEQ_LENS
+    assert 0 in sanitize.SEQ_LENS
     segment, found = sanitize.SEGMENT, []
     for cut in range(segment, num_tokens, segment):
         states = []
@@ -180,8 +181,9 @@ def test_the_problem_has_cuts_and_joins_and_both():
             cukda.fwd(**call, final_state=final_state)
             states.append(final_state[0])
         found.append([np.array_equal(*heads) for heads in zip(*states, strict=True)])
-    # Two joins in a row are what takes a transfer.
+    # Two joins in a row, also at each second place, are what takes a transfer.
+    assert len(found) == 5
     cuts_of_heads = dict(enumerate(zip(*found, strict=True)))
-    assert cuts_of_heads.pop(sanitize.SLOW_HEAD) == (False, False, False)
-    assert cuts_of_heads.pop(sanitize.HEAD_SLOW_AT_ONE) == (True, False, True)
-    assert set(cuts_of_heads.values()) == {(True, True, True)}
+    assert not any(cuts_of_heads.pop(sanitize.SLOW_HEAD))
+    assert cuts_of_heads.pop(sanitize.HEAD_SLOW_AT_ONE) == (True, False, True, True, True)
+    assert all(map(all, cuts_of_heads.values()))
