@@ -101,14 +101,14 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
     const i64 sequence = number / num_chain_parts / num_heads;
     const Slots slots = work.slots_of(sequence, sequences[lane]);
     // Of the segment before.
-    const auto matrix_before = [&](int index) {
-        return (slots.first + index - 1) * num_heads + head;
-    };
+    const u32 first_matrix = static_cast<u32>(slots.first) * num_heads + head;
+    const auto matrix_before = [&](int index) { return first_matrix + (index - 1) * num_heads; };
     // Where this lane has four neighbours, in its first row; its other is two rows on.
     const int four = 16 * part * head_dim + state_row_offset(lane) + 16 * warp + 4 * (lane % 4);
     float4 local[2];
     const auto load_local = [&](int index) {
-        const float* from = work.locals + matrix_before(index) * head_dim * head_dim + four;
+        const float* from =
+            work.locals + static_cast<i64>(matrix_before(index)) * head_dim * head_dim + four;
         local[0] = *reinterpret_cast<const float4*>(from);
         local[1] = *reinterpret_cast<const float4*>(from + state_half_offset);
     };
@@ -128,11 +128,11 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
     load_local(smem.place[0].index);
     // All have theirs, whose place the state takes.
     __syncthreads();
-    u32* to_release = nullptr;
+    int to_release = 0;  // no join is there
     const auto release = [&] {
         __syncwarp();
-        if (lane == 0 && to_release) red_release_add(to_release, 1);
-        to_release = nullptr;
+        if (lane == 0 && to_release) red_release_add(ready + matrix_before(to_release), 1);
+        to_release = 0;
     };
     for (u32 step = 0;; ++step) {
         const Place here = smem.place[step % 3];
@@ -183,7 +183,7 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
                 make_float4(cvt_tf32(state[i][0]), cvt_tf32(state[i][2]), cvt_tf32(state[i][1]),
                             cvt_tf32(state[i][3]));
         }
-        to_release = ready + matrix_before(here.index);
+        to_release = here.index;
         if (next <= slots.count) load_local(next);
         __syncthreads();
     }

@@ -268,7 +268,8 @@ __device__ inline Item find_item(const Work& work, const LaneSequence (&sequence
     const bool is_joined_on = (is_last ? begin : next.begin) == is_joined;
     const int warm_up = begin <= most_cut ? chunk * begin : 0;
     const i64 first = segment.index * work.segment;
-    const i64 last = is_last ? segment.length : end * work.segment;
+    // Bounds that overlap may leave a sequence fewer slots than it has segments.
+    const i64 last = work.segment ? min(segment.length, end * work.segment) : segment.length;
     Item item;
     item.head = head;
     item.part = static_cast<int>(part % num_parts);

@@ -76,8 +76,9 @@ _TOKEN_BITS = 5
 # Cuts pay where the gate is fast, and the same launch must do where it is slow and there are none:
 # the device sees to that, head by head. Fast gates count this many times.
 _FAST_WEIGHT = 3
-# The most memory that a call takes beside the caller's.
+# The most memory that a call takes beside the caller's: this, or as much as q, k, v, g and out do.
 _MOST_BYTES = 2**30
+_TOKEN_BYTES = 5 * 2 * HEAD_DIM
 # Blocks of a grid, and items that blocks count.
 _MOST_ITEMS = 2**31 - 1
 # Of a state and of a row in float32, the three counts, and one of chains.
@@ -312,14 +313,15 @@ def _segments(variant: Variant, shape: Shape, gpu: Gpu) -> Iterator[Segments]:
     what is much longer than a multiprocessor's share of the whole, if that can be; and those that
     make one, two, ... items a multiprocessor of sequences of equal length, cut or joined.
     """
-    yield Segments()
     num_items = shape.num_sequences * shape.num_heads * variant.num_parts
     if num_items == 0:
         return
     total = _mean_length(shape)
     share = max(total * num_items / gpu.num_sms, 2 * total, _SHORTEST_SEGMENT)
     if _is_uneven(shape) and shape.num_tokens > _MUCH_LONGER * share:
+        # Which costs nothing, by means, and is for what they do not tell.
         yield Segments(math.ceil(share / _UNIT) * _UNIT)
+    yield Segments()
     for num_rounds in range(1, 17):
         num_segments = num_rounds * gpu.num_sms // num_items
         # As many that are joined make twice as many items, but for the first of a sequence.
@@ -348,10 +350,11 @@ def _fits(variant: Variant, segments: Segments, shape: Shape) -> bool:
     """Whether a call's memory beside the caller's is not too much, nor its work to be counted."""
     num_items = _num_items(variant, segments, shape)
     num_bytes = _workspace(segments, shape).end
+    most_bytes = max(_MOST_BYTES, _TOKEN_BYTES * _num_rows(shape) * shape.num_heads)
     if segments.length:
         # The initial states too, which are copied where the final ones take their place.
         num_bytes += shape.num_sequences * shape.num_heads * _STATE_BYTES
-    return num_bytes <= _MOST_BYTES and num_items <= _MOST_ITEMS
+    return num_bytes <= most_bytes and num_items <= _MOST_ITEMS
 
 
 def _workspace(segments: Segments, shape: Shape) -> Workspace:
@@ -363,9 +366,10 @@ def _workspace(segments: Segments, shape: Shape) -> Workspace:
         num_joined * segments.length * _ROW_BYTES,
         _COUNTS_BYTES if num_states else 0,
         num_joined * _READY_BYTES,
-        -(-num_states // _ROW_ALIGNMENT) * _ROW_ALIGNMENT,
+        num_states,
     )
-    return Workspace(*itertools.accumulate(sizes, initial=0))
+    *begins, end = itertools.accumulate(sizes, initial=0)
+    return Workspace(*begins, -(-end // _ROW_ALIGNMENT) * _ROW_ALIGNMENT)
 
 
 def _cost(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> float:
@@ -414,6 +418,10 @@ def _num_items(variant: Variant, segments: Segments, shape: Shape) -> int:
     """The most that there may be."""
     each = 2 if segments.join_every else 1
     return each * _num_slots(segments, shape) * shape.num_heads * variant.num_parts
+
+
+def _num_rows(shape: Shape) -> int:
+    return shape.num_tokens * (1 if shape.packed else shape.num_sequences)
 
 
 def _is_uneven(shape: Shape) -> bool:
