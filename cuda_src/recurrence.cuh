@@ -321,7 +321,9 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         int num_left = items.item().num_tokens - lane / 4;
         Rows rows;
         load_rows(rows, v + offset, half_stride, is_transfer ? 0 : num_left);
-        const float item_scale = is_transfer ? 1.0f : scale;
+        const auto item_scale = [&] {
+            return items.item().from == StateOf::Identity ? 1.0f : scale;
+        };
 
         // Behind the load of v, which takes as long.
         float state[k_tiles][4];
@@ -351,7 +353,7 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
                 if (i > items.item().num_loud) return;
                 store_rows(out + offset - 2 * half_stride, half_stride, num_left + chunk, rounded);
             };
-            step(state, smem.stage[index % num_stages], rows, item_scale, mov_tid_x() % 32,
+            step(state, smem.stage[index % num_stages], rows, item_scale(), mov_tid_x() % 32,
                  load_next, store);
             arrive(smem.empty, index);
         }
