@@ -83,11 +83,11 @@ enum class StateOf { Nobody, Caller, Local, Transfer, Identity };
 struct Item {
     i64 begin;                   // the first row of [B * T]
     i64 from_matrix, to_matrix;  // where among those states its own are, in states of [128 x 128]
-    i64 first_chunk;             // of a transfer, in queries (work.cuh)
+    i64 first_aside;             // of its chunks, among those put aside (work.cuh), or -1
     StateOf from, to;
     int head, part;  // part: which v_rows of the state
     int num_tokens, num_chunks;
-    int num_loud;  // its last chunks, which have output; those before only make the state
+    int num_loud;  // its last chunks, which go to out
 };
 
 // Of an item's head, what the gate wants: zeros where the caller gave none.

@@ -1,5 +1,5 @@
 // Joins segments that have run side by side (work.cuh). With S the state where a joined segment
-// begins, S_local and M what its items left, O_local what they put out, Q_M what they put aside:
+// begins, S_local and M what its items left, O_local and Q_M what they put aside:
 //   S where the next one begins = S M + S_local    (chain.cuh)
 //   O = O_local + scale Q_M S^T                     (outputs.cuh)
 //
@@ -21,20 +21,20 @@ struct JoinShared {
     LaneSequence sequences[32];
     u32 number;
 };
-static_assert(sizeof(JoinShared) == 77584 && join_threads == 256, "cukda/plan.py has other sizes");
+static_assert(sizeof(JoinShared) == 51472 && join_threads == 256, "cukda/plan.py has other sizes");
 
-// cu_seqlens to num_slots, and begins to queries: see struct Work. ready: [num_slots, H], zeros:
+// cu_seqlens to num_slots, and begins to asides: see struct Work. ready: [num_slots, H], zeros:
 // how many warps have written the state behind a segment. join_every: as kda_cuts'. final_state,
 // out: as kda_fwd's.
 extern "C" __global__ void __launch_bounds__(join_threads, 2)
     kda_join(float scale, u16* out, void* final_state, StateKind final_kind, const void* cu_seqlens,
              int cu_seqlens_bytes, int num_sequences, i64 num_tokens, int num_heads, int segment,
              u32 num_slots, int join_every, const Begin* begins, u32* counts, float* locals,
-             float* transfers, float* queries, u32* ready) {
+             float* transfers, float* asides, u32* ready) {
     extern __shared__ __align__(128) unsigned char storage[];
     JoinShared& smem = *reinterpret_cast<JoinShared*>(storage);
     const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens, num_heads, segment,
-                       num_slots,  begins,           locals,        transfers,  queries,   counts};
+                       num_slots,  begins,           locals,        transfers,  asides,    counts};
     if (counts[2] == 0) return;
     if (threadIdx.x == 0) smem.number = atomicAdd(counts + 1, 1);
     if (threadIdx.x < 32) smem.sequences[threadIdx.x] = work.lane_sequence();

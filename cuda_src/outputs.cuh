@@ -15,18 +15,16 @@ constexpr int query_row = head_dim + 4;
 
 struct OutputsShared {
     alignas(16) float queries[tile_rows][query_row];
-    alignas(16) u16 outputs[tile_rows][raw_row];
 };
 
-// Chunks of Q_M, as operands: of 16 columns, 4 c + i comes i-th of four, c-th of these.
-__device__ inline void fetch_queries(OutputsShared& smem, const float* queries, i64 first_chunk,
-                                     int num_chunks) {
+// Chunks of Q_M, as operands: of 16 columns, 4 c + i comes i-th of four, c-th of these. asides: the
+// warp's columns of the first.
+__device__ inline void fetch_queries(OutputsShared& smem, const float* asides, int num_chunks) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4;
-    const float* from = queries + (first_chunk * head_dim + 16 * warp) * chunk + 8 * lane;
-#pragma unroll 3
+#pragma unroll 6
     for (int i = 0; i < num_chunks; ++i) {
         float x[2][4];
-        load_queries(x, from + i * (head_dim * chunk));
+        load_aside(x, asides + i * (head_dim * chunk));
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const int token = chunk * i + 8 * (j / 4) + 2 * (lane % 4) + j % 2;
@@ -36,20 +34,10 @@ __device__ inline void fetch_queries(OutputsShared& smem, const float* queries, 
     }
 }
 
-__device__ inline void fetch_outputs(OutputsShared& smem, const u16* out, i64 token_stride,
-                                     int num_rows) {
-    for (int piece = threadIdx.x; piece < num_rows * 16; piece += join_threads) {
-        const int row = piece / 16, column = piece % 16 * 8;
-        cp_async_16(shared_address(&smem.outputs[row][column]), out + row * token_stride + column,
-                    16);
-    }
-    cp_async_commit();
-}
-
-// O of a chunk of the tile, of the warp's rows of the state.
+// o = o + scale Q_M S^T, of a chunk of the tile and the warp's rows of the state.
 __device__ inline void add_chunk(float (&o)[2][4], const OutputsShared& smem,
                                  const u32 (&state)[head_dim / 8][4], int index, float scale) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
     const int row = chunk * index + lane / 16 * 8 + lane % 8;
     const u32 address = shared_address(&smem.queries[row][lane / 8 % 2 * 4]);
     float sums[2][4] = {};
@@ -60,11 +48,6 @@ __device__ inline void add_chunk(float (&o)[2][4], const OutputsShared& smem,
         mma_m16n8k8_tf32(sums[0], state[k8], b[0], b[1]);
         mma_m16n8k8_tf32(sums[1], state[k8], b[2], b[3]);
     }
-    const int token = chunk * index + lane / 4, column = 16 * warp + 4 * (lane % 4);
-    Rows rows;
-    rows.token[0] = *reinterpret_cast<const uint2*>(&smem.outputs[token][column]);
-    rows.token[1] = *reinterpret_cast<const uint2*>(&smem.outputs[token + 8][column]);
-    unpack_rows(o, rows);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         o[i / 4][i % 4] = fmaf(scale, sums[i / 4][i % 4], o[i / 4][i % 4]);
@@ -101,13 +84,14 @@ __device__ inline void run_outputs(OutputsShared& smem, const Work& work,
         const auto rows_from = [&](u32 tile) {
             return min(tile_rows, item_rows - static_cast<int>(tile * tile_rows));
         };
+        const auto asides = [&](u32 tile, bool is_transfer) {
+            const i64 at = work.first_aside(slot, head, is_transfer) + tile * tile_chunks;
+            return work.asides + (at * head_dim + 16 * warp) * chunk;
+        };
         const auto fetch = [&](u32 tile) {
             // The tile before is in use no more.
             __syncthreads();
-            fetch_outputs(smem, item_out + tile * tile_rows * token_stride, token_stride,
-                          rows_from(tile));
-            fetch_queries(smem, work.queries, work.first_chunk(slot, head) + tile * tile_chunks,
-                          (rows_from(tile) + chunk - 1) / chunk);
+            fetch_queries(smem, asides(tile, true), (rows_from(tile) + chunk - 1) / chunk);
         };
         u32 tile = number % num_runs * run_tiles;
         const u32 end_tile = tile + run_tiles;
@@ -117,7 +101,6 @@ __device__ inline void run_outputs(OutputsShared& smem, const Work& work,
         if (threadIdx.x == 0) {
             while (ld_acquire(ready + before) < all_ready) nanosleep(100);
         }
-        cp_async_wait_group<0>();
         __syncthreads();
         u32 state[head_dim / 8][4];
         const u32* operands = state_operands(work, before, warp) + lane * 4;
@@ -134,13 +117,13 @@ __device__ inline void run_outputs(OutputsShared& smem, const Work& work,
                             4 * (lane % 4);
             for (int i = 0; i * chunk < rows_from(tile); ++i) {
                 float o[2][4];
+                load_aside(o, asides(tile, false) + i * (head_dim * chunk));
                 add_chunk(o, smem, state, i, scale);
                 store_rows(rows_out + i * chunk * token_stride, 8 * token_stride,
                            rows_from(tile) - chunk * i - lane / 4, round_rows(o));
             }
             if (++tile == end_tile || rows_from(tile) <= 0) break;
             fetch(tile);
-            cp_async_wait_group<0>();
             __syncthreads();
         }
     }

@@ -311,16 +311,13 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         };
 
         // Where this lane's rows of the chunk begin, in v and out, and how many there are to the
-        // last. A transfer has no v, and its chunks go to queries.
+        // last. A transfer has no v: no rows of it are left.
         const bool is_transfer = items.item().from == StateOf::Identity;
         i64 offset = (items.item().begin * num_heads + items.item().head) * head_dim +
                      lane / 4 * (half_stride / 8) + first_row() + 4 * (lane % 4);
-        if (is_transfer) {
-            offset = (items.item().first_chunk * head_dim + first_row()) * chunk + 8 * lane;
-        }
-        int num_left = items.item().num_tokens - lane / 4;
+        int num_left = is_transfer ? -items.item().num_tokens : items.item().num_tokens - lane / 4;
         Rows rows;
-        load_rows(rows, v + offset, half_stride, is_transfer ? 0 : num_left);
+        load_rows(rows, v + offset, half_stride, num_left);
         const auto item_scale = [&] {
             return items.item().from == StateOf::Identity ? 1.0f : scale;
         };
@@ -340,17 +337,19 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         for (int i = is_empty() ? 0 : items.num_chunks; i > 0; --i, ++index) {
             wait_full(smem.full, index);
             const auto load_next = [&] {
-                offset += is_transfer ? i64{head_dim * chunk} : 2 * half_stride;
+                offset += 2 * half_stride;
                 num_left -= chunk;
-                load_rows(rows, v + offset, half_stride, is_transfer ? 0 : num_left);
+                load_rows(rows, v + offset, half_stride, num_left);
             };
             const auto store = [&](const float (&o)[2][4]) {
-                if (is_transfer) {
-                    store_queries(work.queries + offset - head_dim * chunk, o);
+                if (i > items.item().num_loud) {
+                    if (items.item().first_aside >= 0) {
+                        const i64 at = items.item().first_aside + items.num_chunks - i;
+                        store_aside(work.asides + (at * head_dim + first_row()) * chunk, o);
+                    }
                     return;
                 }
                 const Rows rounded = round_rows(o);
-                if (i > items.item().num_loud) return;
                 store_rows(out + offset - 2 * half_stride, half_stride, num_left + chunk, rounded);
             };
             step(state, smem.stage[index % num_stages], rows, item_scale(), mov_tid_x() % 32,

@@ -7,7 +7,7 @@
 // joined: with S the state where a segment begins, it ends with S M + S_local and puts out
 // O_local + scale Q_M S^T. Here S_local and O_local are what the scan makes of a state of zero, M
 // and Q_M what it makes of the identity with v = 0 and scale = 1. Both are items of this kernel,
-// and join.cu adds them up.
+// which put their outputs aside, and join.cu adds up what they leave.
 #pragma once
 
 #include "chunk.cuh"
@@ -54,17 +54,18 @@ struct Work {
     // Of joined segments, else null: fp32 [num_slots, H, 128 (v), 128 (k)] each, a segment's in the
     // last of the slots that its item goes through.
     float *locals, *transfers;
-    // Q_M of their rows: fp32 [H, num_slots, segment / 16, 128 (k), 16 (tokens)], the last two as
-    // store_queries has it.
-    float* queries;
+    // O_local and Q_M of their rows: fp32 [2, H, num_slots, segment / 16, 128 (v), 16 (tokens)],
+    // the last two as store_aside has it.
+    float* asides;
     // Of a launch with segments: how many items its blocks have taken; how many blocks of join.cu
     // have begun; and whether any segment is joined.
     u32* counts;
 
     __device__ u32 num_states() const { return num_slots * num_heads; }
-    // Of a transfer, in queries.
-    __device__ i64 first_chunk(u32 slot, int head) const {
-        return (static_cast<i64>(head) * num_slots + slot) * (segment / chunk);
+    // Of the chunks put aside, where an item's begin: the local one's, or the transfer's.
+    __device__ i64 first_aside(u32 slot, int head, bool is_transfer) const {
+        const i64 place = (is_transfer ? num_heads : 0) + head;
+        return (place * num_slots + slot) * (segment / chunk);
     }
 
     // Where sequence n begins, among B * T rows. cu_seqlens may hold anything: it is clamped to the
@@ -283,13 +284,13 @@ __device__ inline Item find_item(const Work& work, const LaneSequence (&sequence
                              : StateOf::Nobody;
     item.to_matrix =
         item.to == StateOf::Caller ? item.from_matrix : last_slot * work.num_heads + head;
-    item.first_chunk = work.first_chunk(slot, head);
     if (is_transfer && lane == 0) work.counts[2] = 1;
     item.begin = segment.begin + first - warm_up;
     item.num_tokens = static_cast<int>(last - first) + warm_up;
     // One without tokens has a chunk too, in which nothing happens.
     item.num_chunks = max(1, (item.num_tokens + chunk - 1) / chunk);
-    item.num_loud = item.num_chunks - warm_up / chunk;
+    item.num_loud = begin == is_joined ? 0 : item.num_chunks - warm_up / chunk;
+    item.first_aside = begin == is_joined ? work.first_aside(slot, head, is_transfer) : -1;
     return item;
 }
 

@@ -298,7 +298,7 @@ def _launch(call: _Call, stream) -> None:
                 launch.num_slots,
             )
             found = begin + at.begins, begin + at.counts
-            ends = begin + at.locals, begin + at.transfers, begin + at.queries
+            ends = begin + at.locals, begin + at.transfers, begin + at.asides
             ready = begin + at.ready if segments.join_every else 0
             final = final_pointer, _STATE_KINDS[_dtype(call.final_state)]
 

@@ -76,6 +76,8 @@ _TOKEN_BITS = 5
 # Cuts pay where the gate is fast, and the same launch must do where it is slow and there are none:
 # the device sees to that, head by head. Fast gates count this many times.
 _FAST_WEIGHT = 3
+# ... but slow ones may take no more than so many times what they can.
+_MOST_SLOWER = 1.2
 # The most memory that a call takes beside the caller's: this, or as much as q, k, v, g and out do.
 _MOST_BYTES = 2**30
 _TOKEN_BYTES = 5 * 2 * HEAD_DIM
@@ -180,7 +182,7 @@ class Helper(NamedTuple):
 
 # Finds where sequences may be cut; and joins segments where they are not, by parts of a state.
 CUTS = Helper("cuts.cu", "kda_cuts", 128, 0)
-JOIN = Helper("join.cu", "kda_join", 256, 77_584)
+JOIN = Helper("join.cu", "kda_join", 256, 51_472)
 _NUM_CHAIN_PARTS = 8
 # Blocks that a multiprocessor holds, and tokens of a tile of outputs.
 _JOIN_BLOCKS = 2
@@ -209,13 +211,13 @@ class Segments(NamedTuple):
 
 class Workspace(NamedTuple):
     """Where in a call's memory beside the caller's its parts begin, in bytes, and where it ends: a
-    state of each slot and head, and a transfer; what transfers put out; three counts; for each slot
-    and head how many warps have its state ready; and with what it begins.
+    state of each slot and head, and a transfer; what both put out; three counts; for each slot and
+    head how many warps have its state ready; and with what it begins.
     """
 
     locals: int
     transfers: int
-    queries: int
+    asides: int
     counts: int
     ready: int
     begins: int
@@ -275,7 +277,14 @@ def _choice(shape: Shape, gpu: Gpu) -> tuple[Variant, Segments]:
         if _fits(variant, segments, shape)
     ]
     choices = choices or [(variant, Segments()) for variant in usable]
-    return min(choices, key=lambda choice: _cost(*choice, shape, gpu))
+    cycles = {choice: _cycles_of(*choice, shape, gpu) for choice in choices}
+    least_slow = min(slow for _, slow in cycles.values())
+
+    def cost(choice):
+        fast, slow = cycles[choice]
+        return slow > _MOST_SLOWER * least_slow, _FAST_WEIGHT * fast + slow
+
+    return min(choices, key=cost)
 
 
 def launch(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> Plan:
@@ -363,7 +372,7 @@ def _workspace(segments: Segments, shape: Shape) -> Workspace:
     sizes = (
         num_joined * _STATE_BYTES,
         num_joined * _STATE_BYTES,
-        num_joined * segments.length * _ROW_BYTES,
+        2 * num_joined * segments.length * _ROW_BYTES,
         _COUNTS_BYTES if num_states else 0,
         num_joined * _READY_BYTES,
         num_states,
@@ -372,8 +381,10 @@ def _workspace(segments: Segments, shape: Shape) -> Workspace:
     return Workspace(*begins, -(-end // _ROW_ALIGNMENT) * _ROW_ALIGNMENT)
 
 
-def _cost(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> float:
-    """Cycles from first to last, of gates that are fast and of gates that are slow."""
+def _cycles_of(
+    variant: Variant, segments: Segments, shape: Shape, gpu: Gpu
+) -> tuple[float, float]:
+    """Cycles from first to last: of gates that are fast, and of gates that are slow."""
     total = _mean_length(shape)
     num_items = shape.num_sequences * shape.num_heads * variant.num_parts
     # Of packed sequences the lengths are not known; long and short ones are dealt out evenly.
@@ -382,12 +393,12 @@ def _cost(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> float
     whole = _cycles(variant, dealt, total)
     length, join_every, first_joined = segments
     if length == 0 or length >= total:
-        return (_FAST_WEIGHT + 1) * whole
+        return whole, whole
     num_segments = math.ceil(total / length)
     num_rounds = math.ceil(num_items * num_segments / gpu.num_sms)
     fast = _CUTS_CYCLES + _cycles(variant, num_rounds, length + _WARM_UP)
     if not join_every:
-        return _FAST_WEIGHT * fast + _CUTS_CYCLES + whole
+        return fast, _CUTS_CYCLES + whole
     # An item goes on to the next place; all that are joined are two.
     num_joined = math.ceil((num_segments - first_joined) / join_every)
     num_ends = (first_joined / join_every + 2 * num_joined) * num_items / gpu.num_sms
@@ -397,7 +408,7 @@ def _cost(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> float
     slow += busy * variant.token_cycles * _JOINED_COST
     num_outputs = shape.num_sequences * shape.num_heads * (total - first_joined * length)
     join = num_joined * _CHAIN_CYCLES + num_outputs / _OUTPUTS_PER_CYCLE
-    return _FAST_WEIGHT * fast + _CUTS_CYCLES + slow + join + (_FAST_WEIGHT + 1) * _JOIN_CYCLES
+    return fast + _JOIN_CYCLES, _CUTS_CYCLES + slow + join + _JOIN_CYCLES
 
 
 def _cycles(variant: Variant, num_rounds: float, length: float) -> float:

@@ -349,7 +349,7 @@ def test_fwd_packs_what_the_kernel_reads(fake, initial_state, final_state, cu_se
     expected = plan.plan(plan.Shape(num_sequences, T, H, cu_seqlens is not None), H200)
     kinds = enum("StateKind")
     kind_of = {None: kinds["None"], "bfloat16": kinds["BF16"], "float32": kinds["FP32"]}
-    nowhere = dict.fromkeys(("begins", "counts", "locals", "transfers", "queries"), 0)
+    nowhere = dict.fromkeys(("begins", "counts", "locals", "transfers", "asides"), 0)
     want = (
         {name: 0 if call[name] is None else ARRAYS[name][0] for name in ARRAYS}
         | nowhere
@@ -481,7 +481,7 @@ def test_launches_of_a_call_belong_together(fake, segments, cu_seqlens, final_st
     of_entry = {each.entry: each.values for each in launches}
     scan = of_entry["kda_fwd"]
     found = {name: scan[name] for name in ("begins", "counts")}
-    ends = {name: scan[name] for name in ("locals", "transfers", "queries")}
+    ends = {name: scan[name] for name in ("locals", "transfers", "asides")}
     shared = found | {
         "cu_seqlens": 0 if cu_seqlens is None else ARRAYS["cu_seqlens"][0],
         "cu_seqlens_bytes": 0 if cu_seqlens is None else 8,
@@ -534,7 +534,7 @@ def test_launches_of_a_call_belong_together(fake, segments, cu_seqlens, final_st
         places |= {
             "locals": (ends["locals"], num_states * STATE_BYTES),
             "transfers": (ends["transfers"], num_states * STATE_BYTES),
-            "queries": (ends["queries"], num_states * length * 4 * D),
+            "asides": (ends["asides"], num_states * length * 4 * D),
             "ready": (ready, num_states * 4),
         }
     if is_copied:
