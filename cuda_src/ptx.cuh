@@ -96,15 +96,6 @@ __device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Closes a group of this thread's cp.async ...
-__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// ... and waits until at most `pending` of its groups are unfinished.
-template <int pending>
-__device__ inline void cp_async_wait_group() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
-
 // A count in global memory, from which on this thread sees what those who added to it had written.
 __device__ inline u32 ld_acquire(const u32* count) {
     u32 x;

@@ -209,7 +209,7 @@ __device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, cons
             decay[i] = ld_shared_v4(shared_address(&stage.decay[i][lane % 4]));
         }
     }
-    load_next();
+    if constexpr (!use_wgmma) load_next();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         w[i / 4][i % 4] = fmaf(-beta_norm[i / 4][i % 2], kq[i / 4][i % 4], w[i / 4][i % 4]);
@@ -220,6 +220,7 @@ __device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, cons
     float u[2][4] = {};
     mma_m16n8k16_bf16(u[0], frag_w, inverse[0], inverse[1]);
     mma_m16n8k16_bf16(u[1], frag_w, inverse[2], inverse[3]);
+    if constexpr (use_wgmma) load_next();
     u32 p[4];
     ldmatrix_x4(p, SquareB(stage_address + p_at, lane).at);
     float k_norm[2][2];

@@ -6,10 +6,11 @@ A result, as bench.py makes it and gpu_record.py keeps it, is a dict:
     copy_tb_per_s  bytes read plus bytes written of a large copy, per second
     arrays, state  the library and the state dtype that were timed
     accuracy       {case: {out, state}}, relative errors against the float64 recurrence
-    bench          {case: {ms, ms_call, host_us}}
+    bench          {case: {ms, ms_call, host_us}}; host_us in the median
     live           {peer: {case: ms, or the reason why there is none}}
     start_s        {cold, warm}: seconds from Python's start to a first result; may be missing
-    host_us        microseconds that a call of next to no work keeps the host; may be missing
+    host_us        {best, median}: microseconds that a call of next to no work keeps the host, in
+                   the fastest row of calls and in the median; may be missing
     sigmoid        {ms, gib}: device time, size of the float32 input; may be missing
 """
 
@@ -115,7 +116,7 @@ def caption(result: dict) -> str:
         f"{machine['card']}, driver {machine['driver']}, CuPy {machine['cupy']}, "
         f"NVRTC {machine['nvrtc']}, {result['date']}. Milliseconds; `ours` is the median device "
         f"time of one call from CUDA-graph replay, `call` the median of one plain call between two "
-        f"events, `host` the time that a warm call keeps the host. {result['arrays']} arrays; "
+        f"events, `host µs` the median time that a warm call keeps the host. {result['arrays']} arrays; "
         f"{result['state']} states, the initial one non-zero, the final one written. `floor`: q, "
         f"k, v, g and out once, at the {result['copy_tb_per_s']:.2f} TB/s at which this card "
         "copies. `FlashKDA` and `best peer` were measured before, on an H200 (driver 580, CUDA "
@@ -149,7 +150,8 @@ def extras(result: dict) -> list[str]:
     if host_us := result.get("host_us"):
         sentences.append(
             "Of a problem of 16 tokens, a warm call with both states and `cu_seqlens` keeps the "
-            f"host {host_us:.0f} µs."
+            f"host {host_us['best']:.0f} µs, as timeit measures it, and {host_us['median']:.0f} µs "
+            "in the median on this host."
         )
     if sigmoid := result.get("sigmoid"):
         num_bytes = 2 * sigmoid["gib"] * 2**30

@@ -175,7 +175,7 @@ def check_workspace(launch, shape):
     wanted = {
         "locals": 4 * 128 * 128 * num_joined,
         "transfers": 4 * 128 * 128 * num_joined,
-        "asides": 4 * 128 * segments.length * num_joined,
+        "asides": 2 * 4 * 128 * segments.length * num_joined,
         "counts": 3 * 4 if num_states else 0,
         "ready": 4 * num_joined,
         "begins": num_states,
