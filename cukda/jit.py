@@ -286,6 +286,7 @@ def _gpu(device: int) -> Gpu:
         runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device),
         runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
         has_wgmma,
+        bool(runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryPoolsSupported, device)),
     )
 
 

@@ -95,11 +95,14 @@ _JOIN_EVERY = (1, 2, 3)
 
 
 class Gpu(NamedTuple):
-    """What a plan needs to know of a GPU. max_shared_bytes: the most that a block may ask for."""
+    """What a plan needs to know of a GPU. max_shared_bytes: the most that a block may ask for.
+    has_pools: whether a call can have memory in the order of a stream.
+    """
 
     num_sms: int
     max_shared_bytes: int
     has_wgmma: bool
+    has_pools: bool = True
 
 
 @dataclass(frozen=True)
@@ -274,7 +277,7 @@ def _choice(shape: Shape, gpu: Gpu) -> tuple[Variant, Segments]:
         (variant, segments)
         for variant in usable
         for segments in _segments(variant, shape, gpu)
-        if _fits(variant, segments, shape)
+        if _fits(variant, segments, shape) and (gpu.has_pools or not segments.length)
     ]
     choices = choices or [(variant, Segments()) for variant in usable]
     cycles = {choice: _cycles_of(*choice, shape, gpu) for choice in choices}

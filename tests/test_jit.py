@@ -235,6 +235,7 @@ class FakeCuPy:
         self.attributes = []
         self.loaded = []
         self.fail_with = None
+        self.device_attributes = {16: 132, 97: 232_448, 115: 1}
         function = types.SimpleNamespace(Module=self._module)
         driver = types.SimpleNamespace(
             CUDADriverError=CUDADriverError,
@@ -248,7 +249,8 @@ class FakeCuPy:
             CUDARuntimeError=CUDARuntimeError,
             cudaDevAttrMultiProcessorCount=16,
             cudaDevAttrMaxSharedMemoryPerBlockOptin=97,
-            deviceGetAttribute=lambda attribute, _device: {16: 132, 97: 232_448}[attribute],
+            cudaDevAttrMemoryPoolsSupported=115,
+            deviceGetAttribute=lambda attribute, _device: self.device_attributes[attribute],
             getDevice=lambda: self.device,
             driverGetVersion=lambda: 12040,
         )
@@ -328,6 +330,11 @@ def test_only_wgmma_needs_nvrtc_to_be_known(fake, monkeypatch):
     monkeypatch.delenv("CUKDA_WGMMA")
     fake.capability = "80"
     assert not jit.gpu().has_wgmma
+
+
+def test_gpu_without_memory_pools(fake):
+    fake.device_attributes[fake.cuda.runtime.cudaDevAttrMemoryPoolsSupported] = 0
+    assert jit.gpu() == plan.Gpu(132, 232_448, has_wgmma=True, has_pools=False)
 
 
 def test_gpu_is_asked_once_for_each_device(fake):

@@ -376,6 +376,15 @@ def test_what_does_not_fit_is_not_planned(monkeypatch, limit):
     assert choice(0)[1] == WHOLE
 
 
+def test_without_memory_pools_nothing_is_split():
+    """Splitting wants memory that a stream alone can free."""
+    without = H200._replace(has_pools=False)
+    for shape in SHAPES:
+        launch = plan.plan(shape, without)
+        assert (launch.segments, launch.workspace.end) == (WHOLE, 0)
+        assert launch.variant in plan.variants()
+
+
 def test_stages_follow_shared_memory_to_the_byte():
     deep, shallow, hopper = variant(128, DEEP), variant(128, SHALLOW), variant(128, DEEP, True)
     assert shallow.shared_bytes <= 99 * KB < deep.shared_bytes
