@@ -384,9 +384,7 @@ def _workspace(segments: Segments, shape: Shape) -> Workspace:
     return Workspace(*begins, -(-end // _ROW_ALIGNMENT) * _ROW_ALIGNMENT)
 
 
-def _cycles_of(
-    variant: Variant, segments: Segments, shape: Shape, gpu: Gpu
-) -> tuple[float, float]:
+def _cycles_of(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> tuple[float, float]:
     """Cycles from first to last: of gates that are fast, and of gates that are slow."""
     total = _mean_length(shape)
     num_items = shape.num_sequences * shape.num_heads * variant.num_parts

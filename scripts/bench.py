@@ -332,9 +332,9 @@ def _call_ms(calls: list) -> float:
 
 
 def _host_us(calls: list) -> tuple[float, float]:
-    """Time that a warm call keeps the host, in rows of calls too short to fill the launch queue: the
-    mean of the fastest row, as timeit has it, since what slows others down is not the call's; and
-    the median of all.
+    """Time that a warm call keeps the host, in rows too short to fill the launch queue: the mean of
+    the fastest row, as timeit has it, since what slows others down is not the call's; and the
+    median of all calls.
     """
     import cupy
 
