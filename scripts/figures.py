@@ -118,12 +118,12 @@ def caption(result: dict) -> str:
         f"time of one call from CUDA-graph replay, `call` the median of one plain call between two "
         "events, `host µs` the median time that a warm call keeps the host. "
         f"{result['arrays']} arrays; {result['state']} states, the initial one non-zero, the final "
-        f"one written. `floor`: q, k, v, g and out once, at the {result['copy_tb_per_s']:.2f} TB/s at which this card "
-        "copies. `FlashKDA` and `best peer` were measured before, on an H200 (driver 580, CUDA "
-        "13.0); cudnn-frontend was fed fp32 g and beta, and stands only where it is the faster of "
-        "the two. `ratio` is best peer / ours, above 1 where cukda is faster. `bar` is this "
-        "project's target for a kernel that uses Hopper's wgmma."
-        + (no_torch if result["arrays"] == "CuPy" else "")
+        "one written. `floor`: q, k, v, g and out once, at the "
+        f"{result['copy_tb_per_s']:.2f} TB/s at which this card copies. `FlashKDA` and `best peer` "
+        "were measured before, on an H200 (driver 580, CUDA 13.0); cudnn-frontend was fed fp32 g "
+        "and beta, and stands only where it is the faster of the two. `ratio` is best peer / ours, "
+        "above 1 where cukda is faster. `bar` is this project's target for a kernel that uses "
+        "Hopper's wgmma." + (no_torch if result["arrays"] == "CuPy" else "")
     )
 
 
