@@ -84,9 +84,9 @@ __device__ inline void store_four(const States& states, i64 matrix, const float 
     }
 }
 
-// The state where a joined segment begins, 16 rows of it, in place of the local state of the one
-// before: rounded to tf32, as A operands, [16 (8 columns)][32 lanes][4]. In such an operand k
-// counts four columns each, 4 c of 16 and then 4 c + 1; in the one after it 4 c + 2 and 4 c + 3.
+// The state S where a joined segment begins, 16 rows of it, in place of the local state before:
+// tf32 A operands [16 (8 columns)][32 lanes][4]. Even ones have columns 4 c, then 4 c + 1, of 16 (c
+// < 4), odd ones 4 c + 2, then 4 c + 3.
 __device__ inline u32* state_operands(const Work& work, i64 matrix, int part) {
     return reinterpret_cast<u32*>(work.locals + (matrix * head_dim + 16 * part) * head_dim);
 }
@@ -113,7 +113,7 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
         local[1] = *reinterpret_cast<const float4*>(from + state_half_offset);
     };
     SplitB m[join_warps][2] = {};
-    // The first warp looks two steps ahead.
+    // The first warp looks for places, two steps ahead.
     const auto look = [&](u32 step) {
         if (warp > 0) return;
         const Place place =
@@ -126,7 +126,7 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
     __syncthreads();
     if (smem.place[0].index > slots.count) return;
     load_local(smem.place[0].index);
-    // All have theirs, whose place the state takes.
+    // Every warp has its local state, before any puts operands in that place.
     __syncthreads();
     int to_release = 0;  // no join is there
     const auto release = [&] {
@@ -137,13 +137,14 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
     for (u32 step = 0;; ++step) {
         const Place here = smem.place[step % 3];
         if (here.index > slots.count) break;
-        // Before loads are under way, for which it would wait too.
+        // Before the next loads are under way: a release waits for all loads of its warp, and takes
+        // 0.7 of the 2 us of a step (H200).
         release();
         look(step + 2);
         const int next = smem.place[(step + 1) % 3].index;
         // Of any segment, if there is no next one.
         const SplitB* next_m =
-            split_transfer(work.transfers, matrix_before(min(next, slots.count)), 0) +
+            transfer_operands(work.transfers, matrix_before(min(next, slots.count)), 0) +
             warp * 2 * 32 + lane;
         SplitSum sums[2];
 #pragma unroll
@@ -165,7 +166,7 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
                                          local[half].w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                // What the first of a chain is multiplied by is nothing.
+                // The first of a chain follows no state: its sums are of nothing, and may be NaN.
                 const float sum = here.is_chained ? sums[i / 2].at(2 * half + i % 2) : 0.0f;
                 state[i / 2][2 * half + i % 2] = four_local[i] + sum;
             }

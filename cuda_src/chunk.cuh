@@ -83,11 +83,11 @@ enum class StateOf { Nobody, Caller, Local, Transfer, Identity };
 struct Item {
     i64 begin;                   // the first row of [B * T]
     i64 from_matrix, to_matrix;  // where among those states its own are, in states of [128 x 128]
-    i64 first_aside;             // of its chunks, among those put aside (work.cuh), or -1
+    i64 first_partial;           // of its chunks in partials (work.cuh), or -1
     StateOf from, to;
     int head, part;  // part: which v_rows of the state
     int num_tokens, num_chunks;
-    int num_loud;  // its last chunks, which go to out
+    int num_written;  // its last chunks, which go to out
 };
 
 // Of an item's head, what the gate wants: zeros where the caller gave none.
@@ -121,10 +121,10 @@ struct States {
 // slots, and those that the first solver finds for the others.
 constexpr int num_item_slots = num_stages + num_raw + num_solvers;
 
-// A walk along the begins of segments (work.cuh).
+// How far find_piece has come (work.cuh).
 struct Walk {
-    u32 window;  // the first of the 128 under the warp's eyes
-    u32 before;  // pieces of work before them
+    u32 window;  // the first of the 128 begins that are looked at
+    u32 before;  // pieces of work before those
 };
 
 // How far a solver is with fetching (fetch.cuh).

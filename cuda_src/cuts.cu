@@ -1,5 +1,5 @@
-// With what segments begin: for each and each head, whether anything is left there of the state
-// before, and if not, how many of the last chunks make the state.
+// With what segments begin, for each and each head: a cut, where nothing is left of the state
+// before, and how many of the last chunks make the state; a join; or the segment before goes on.
 //
 // Block: one segment's begin (slot) and one head; four warps, a chunk each.
 // Grid: (head, slot), the head fastest.
@@ -7,7 +7,7 @@
 #include "gate.cuh"
 #include "work.cuh"
 
-// A cut is counts where no more than 2^-60 is left of the state: of one as large as 1e6, 1e-12.
+// A cut is taken where no more than 2^-60 is left of the state: of one as large as 1e6, 1e-12.
 constexpr float log2_nothing = -60.0f;
 constexpr int scout_warps = 4, scout_threads = 32 * scout_warps;
 constexpr int scout_rounds = 2;  // of scout_warps chunks each
@@ -99,8 +99,8 @@ __device__ inline float log2_left_by_chunk(const CutSource& source, int before) 
 
 // g, k: bf16 [B, T, H, 128]; A_log: fp32 [H] or null; dt_bias: fp32 [H, 128] or null; cu_seqlens
 // to num_slots, begins and counts: see struct Work. Where a sequence is not cut it is joined, from
-// segment first_joined on, at every join_every-th. Writes begins [num_slots, H], and zeros to
-// counts [3] and, if it is there, to ready [num_slots, H].
+// segment first_joined on, at every join_every-th (0: nowhere). Writes begins [num_slots, H], and
+// zeros to counts [3] and, if it is there, to ready [num_slots, H].
 extern "C" __global__ void __launch_bounds__(scout_threads, 4)
     kda_cuts(const u16* g, const u16* k, const float* A_log, const float* dt_bias,
              float lower_bound, const void* cu_seqlens, int cu_seqlens_bytes, int num_sequences,
@@ -152,9 +152,10 @@ extern "C" __global__ void __launch_bounds__(scout_threads, 4)
         if (!(log2_left < log2_nothing * (round + 1) / scout_rounds)) break;
     }
     if (threadIdx.x == 0) {
-        const i64 joins = mine.index - first_joined;
+        const i64 after = mine.index - first_joined;
+        const bool may_join = join_every > 0 && after >= 0 && after % join_every == 0;
         begins[blockIdx.x] = num_chunks > 0 ? static_cast<Begin>(num_chunks)
-                             : joins >= 0 && joins % join_every == 0 ? is_joined
-                                                                     : goes_on;
+                             : may_join     ? is_joined
+                                            : goes_on;
     }
 }

@@ -3,8 +3,8 @@
 //   S where the next one begins = S M + S_local    (chain.cuh)
 //   O = O_local + scale Q_M S^T                     (outputs.cuh)
 //
-// Block: a chain of segments, 16 of their state's rows; or the outputs of some segments, tile after
-//   tile, each once the chains have come to its state.
+// Block: a chain, that is 16 rows of the states of one sequence and head; or outputs, run after run
+//   of tiles, each once S is ready.
 // Grid: a block for each chain, then any number for outputs. A block takes the next number, so
 //   whoever is waited for is running.
 // Shared memory: struct JoinShared, dynamic.
@@ -21,20 +21,22 @@ struct JoinShared {
     LaneSequence sequences[32];
     u32 number;
 };
-static_assert(sizeof(JoinShared) == 51472 && join_threads == 256, "cukda/plan.py has other sizes");
+static_assert(sizeof(JoinShared) == 51472 && join_threads == 256 && num_chain_parts == 8 &&
+                  tile_rows == 96,
+              "cukda/plan.py has other sizes");
 
-// cu_seqlens to num_slots, and begins to asides: see struct Work. ready: [num_slots, H], zeros:
-// how many warps have written the state behind a segment. join_every: as kda_cuts'. final_state,
-// out: as kda_fwd's.
+// cu_seqlens to num_slots, and begins to partials: see struct Work. ready: [num_slots, H], zeros:
+// how many warps have stored their part of the S that follows a slot. join_every: as kda_cuts'.
+// final_state, out: as kda_fwd's.
 extern "C" __global__ void __launch_bounds__(join_threads, 2)
     kda_join(float scale, u16* out, void* final_state, StateKind final_kind, const void* cu_seqlens,
              int cu_seqlens_bytes, int num_sequences, i64 num_tokens, int num_heads, int segment,
              u32 num_slots, int join_every, const Begin* begins, u32* counts, float* locals,
-             float* transfers, float* asides, u32* ready) {
+             float* transfers, float* partials, u32* ready) {
     extern __shared__ __align__(128) unsigned char storage[];
     JoinShared& smem = *reinterpret_cast<JoinShared*>(storage);
     const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens, num_heads, segment,
-                       num_slots,  begins,           locals,        transfers,  asides,    counts};
+                       num_slots,  begins,           locals,        transfers,  partials,  counts};
     if (counts[2] == 0) return;
     if (threadIdx.x == 0) smem.number = atomicAdd(counts + 1, 1);
     if (threadIdx.x < 32) smem.sequences[threadIdx.x] = work.lane_sequence();

@@ -5,9 +5,10 @@
 //
 // in chunks of 16 tokens (factors.cuh, solve.cuh, recurrence.cuh have the chunked form).
 //
-// Block: item after item (work.cuh), each a segment of a sequence, of one head, and v_rows of the
-// 128 rows of its state. Its warps do three things, chunk by chunk, and meet only at the mbarriers
-// of struct Shared:
+// Block: item after item (work.cuh), each the segments of a sequence from one begin to the next, of
+// one head, and v_rows of the 128 rows of its state; joined ones twice, from zero and from the
+// identity, with outputs aside. Its warps do three things, chunk by chunk, and meet only at the
+// mbarriers of struct Shared:
 //   factor warps (factors.cuh): of q, k, g the factors k e^G, q e^G, k e^-G, k e^(G_last - G);
 //   solvers (fetch.cuh, solve.cuh): find items, fetch q, k, g; norms and beta, the matrices
 //     (I + diag(beta) A)^-1 and P;
@@ -31,11 +32,11 @@ extern "C" __global__ void __launch_bounds__(num_threads, 1)
             const void* initial_state, StateKind initial_kind, void* final_state,
             StateKind final_kind, const void* cu_seqlens, int cu_seqlens_bytes, int num_sequences,
             i64 num_tokens, int num_heads, int segment, u32 num_slots, const Begin* begins,
-            u32* counts, float* locals, float* transfers, float* asides) {
+            u32* counts, float* locals, float* transfers, float* partials) {
     extern __shared__ __align__(128) unsigned char storage[];
     Shared& smem = *reinterpret_cast<Shared*>(storage);
     const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens, num_heads, segment,
-                       num_slots,  begins,           locals,        transfers,  asides,    counts};
+                       num_slots,  begins,           locals,        transfers,  partials,  counts};
     const States initial = {const_cast<void*>(initial_state), initial_kind};
     const States final = {final_state, final_kind};
 

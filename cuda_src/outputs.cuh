@@ -1,7 +1,7 @@
 // Adds to the outputs of joined segments what comes of the state S where they begin,
 //   O = O_local + scale Q_M S^T
-// tile by tile of up to 96 tokens. Eight warps, 16 rows of S each. Products of tf32: their 11 bits
-// are eight times as many as O has.
+// tile by tile of up to 96 tokens. Eight warps, 16 rows of S each. Products of tf32: 11 bits, three
+// more than O, which is bf16, keeps.
 #pragma once
 
 #include "chain.cuh"
@@ -17,14 +17,14 @@ struct OutputsShared {
     alignas(16) float queries[tile_rows][query_row];
 };
 
-// Chunks of Q_M, as operands: of 16 columns, 4 c + i comes i-th of four, c-th of these. asides: the
-// warp's columns of the first.
-__device__ inline void fetch_queries(OutputsShared& smem, const float* asides, int num_chunks) {
+// Q_M of some chunks, as B operands [tokens][columns]: of 16 columns 4 c + i is at place 4 i + c,
+// the order of state_operands. partials: the warp's 16 columns of the first chunk.
+__device__ inline void fetch_queries(OutputsShared& smem, const float* partials, int num_chunks) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4;
 #pragma unroll 6
     for (int i = 0; i < num_chunks; ++i) {
         float x[2][4];
-        load_aside(x, asides + i * (head_dim * chunk));
+        load_partial(x, partials + i * (head_dim * chunk));
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const int token = chunk * i + 8 * (j / 4) + 2 * (lane % 4) + j % 2;
@@ -44,6 +44,7 @@ __device__ inline void add_chunk(float (&o)[2][4], const OutputsShared& smem,
 #pragma unroll
     for (int k8 = 0; k8 < head_dim / 8; ++k8) {
         u32 b[4];
+        // 32-bit elements read as pairs of 16: a lane gets one of each matrix.
         ldmatrix_x4(b, address + k8 * 32);
         mma_m16n8k8_tf32(sums[0], state[k8], b[0], b[1]);
         mma_m16n8k8_tf32(sums[1], state[k8], b[2], b[3]);
@@ -60,8 +61,8 @@ __device__ inline void run_outputs(OutputsShared& smem, const Work& work,
                                    float scale, const u32* ready, u32 first, u32 step) {
     const int num_heads = work.num_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const i64 token_stride = static_cast<i64>(num_heads) * head_dim;
-    // Tiles of an item's segments; and so many of them to a run that a block has two, if there are
-    // enough: then each finds its place, and loads the state, but twice.
+    // An item of join_every segments has so many tiles. A block takes runs of neighbours, two runs
+    // if there are enough, so that it finds its place, and loads S, but twice.
     const u32 num_tiles = (join_every * work.segment + tile_rows - 1) / tile_rows;
     const u32 most_tiles = work.num_states() / join_every * num_tiles;
     const u32 run_tiles = min(max(1u, most_tiles / (2 * step)), num_tiles);
@@ -84,14 +85,14 @@ __device__ inline void run_outputs(OutputsShared& smem, const Work& work,
         const auto rows_from = [&](u32 tile) {
             return min(tile_rows, item_rows - static_cast<int>(tile * tile_rows));
         };
-        const auto asides = [&](u32 tile, bool is_transfer) {
-            const i64 at = work.first_aside(slot, head, is_transfer) + tile * tile_chunks;
-            return work.asides + (at * head_dim + 16 * warp) * chunk;
+        const auto partials = [&](u32 tile, bool is_transfer) {
+            const i64 at = work.first_partial(slot, head, is_transfer) + tile * tile_chunks;
+            return work.partials + (at * head_dim + 16 * warp) * chunk;
         };
         const auto fetch = [&](u32 tile) {
             // The tile before is in use no more.
             __syncthreads();
-            fetch_queries(smem, asides(tile, true), (rows_from(tile) + chunk - 1) / chunk);
+            fetch_queries(smem, partials(tile, true), (rows_from(tile) + chunk - 1) / chunk);
         };
         u32 tile = number % num_runs * run_tiles;
         const u32 end_tile = tile + run_tiles;
@@ -117,7 +118,7 @@ __device__ inline void run_outputs(OutputsShared& smem, const Work& work,
                             4 * (lane % 4);
             for (int i = 0; i * chunk < rows_from(tile); ++i) {
                 float o[2][4];
-                load_aside(o, asides(tile, false) + i * (head_dim * chunk));
+                load_partial(o, partials(tile, false) + i * (head_dim * chunk));
                 add_chunk(o, smem, state, i, scale);
                 store_rows(rows_out + i * chunk * token_stride, 8 * token_stride,
                            rows_from(tile) - chunk * i - lane / 4, round_rows(o));

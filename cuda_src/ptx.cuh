@@ -96,19 +96,20 @@ __device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// A count in global memory, from which on this thread sees what those who added to it had written.
+// Reads a count in global memory; what others wrote before their red_release_add to it is seen from
+// here on.
 __device__ inline u32 ld_acquire(const u32* count) {
     u32 x;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(count) : "memory");
     return x;
 }
 
-// Adds to it; what this thread wrote, or met at a barrier, is seen by whoever sees the sum.
+// Adds to such a count, after all that this thread wrote, or has seen of others.
 __device__ inline void red_release_add(u32* count, u32 x) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(x) : "memory");
 }
 
-// Sleeps for up to twice as many nanoseconds.
+// Sleeps, for no more than twice `duration` nanoseconds.
 __device__ inline void nanosleep(u32 duration) {
     asm volatile("nanosleep.u32 %0;" ::"r"(duration));
 }

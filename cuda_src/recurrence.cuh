@@ -209,6 +209,7 @@ __device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, cons
             decay[i] = ld_shared_v4(shared_address(&stage.decay[i][lane % 4]));
         }
     }
+    // mma.sync: as soon as v is free. wgmma: behind U, on which all else waits.
     if constexpr (!use_wgmma) load_next();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -319,6 +320,7 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         int num_left = is_transfer ? -items.item().num_tokens : items.item().num_tokens - lane / 4;
         Rows rows;
         load_rows(rows, v + offset, half_stride, num_left);
+        // Read anew, as first_row.
         const auto item_scale = [&] {
             return items.item().from == StateOf::Identity ? 1.0f : scale;
         };
@@ -343,14 +345,16 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
                 load_rows(rows, v + offset, half_stride, num_left);
             };
             const auto store = [&](const float (&o)[2][4]) {
-                if (i > items.item().num_loud) {
-                    if (items.item().first_aside >= 0) {
-                        const i64 at = items.item().first_aside + items.num_chunks - i;
-                        store_aside(work.asides + (at * head_dim + first_row()) * chunk, o);
+                // The first chunks behind a cut only make the state; a joined item's go aside.
+                if (i > items.item().num_written) {
+                    if (items.item().first_partial >= 0) {
+                        const i64 at = items.item().first_partial + items.num_chunks - i;
+                        store_partial(work.partials + (at * head_dim + first_row()) * chunk, o);
                     }
                     return;
                 }
                 const Rows rounded = round_rows(o);
+                // load_next has gone on to the next chunk.
                 store_rows(out + offset - 2 * half_stride, half_stride, num_left + chunk, rounded);
             };
             step(state, smem.stage[index % num_stages], rows, item_scale(), mov_tid_x() % 32,
@@ -362,9 +366,9 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
             arrive(smem.empty, index++);
         }
         if (items.item().to == StateOf::Transfer) {
-            store_transfer(state,
-                           split_transfer(work.transfers, items.item().to_matrix, first_row() / 16),
-                           mov_tid_x() % 32);
+            store_transfer(
+                state, transfer_operands(work.transfers, items.item().to_matrix, first_row() / 16),
+                mov_tid_x() % 32);
             continue;
         }
         const States to = states_of(items.item().to, final);

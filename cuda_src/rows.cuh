@@ -63,14 +63,14 @@ __device__ inline Rows round_rows(const float (&o)[2][4]) {
 
 // What a product puts out for a chunk, [16 x tokens], to and from memory as it is in registers: 32
 // bytes a lane.
-__device__ inline void store_aside(float* asides, const float (&x)[2][4]) {
-    float4* to = reinterpret_cast<float4*>(asides) + mov_tid_x() % 32 * 2;
+__device__ inline void store_partial(float* partials, const float (&x)[2][4]) {
+    float4* to = reinterpret_cast<float4*>(partials) + mov_tid_x() % 32 * 2;
     to[0] = make_float4(x[0][0], x[0][1], x[0][2], x[0][3]);
     to[1] = make_float4(x[1][0], x[1][1], x[1][2], x[1][3]);
 }
 
-__device__ inline void load_aside(float (&x)[2][4], const float* asides) {
-    const float4* from = reinterpret_cast<const float4*>(asides) + mov_tid_x() % 32 * 2;
+__device__ inline void load_partial(float (&x)[2][4], const float* partials) {
+    const float4* from = reinterpret_cast<const float4*>(partials) + mov_tid_x() % 32 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float4 four = from[half];

@@ -1,11 +1,11 @@
 // Numbers as sums of two bf16, with 16 bits, as operands of products that join.cu makes.
 //
-// In such a product k counts the columns of a state, in another order than they have: k = 2 c + i
-// of 16 is column 4 c + i, and k = 8 + 2 c + i is column 4 c + 2 + i (i = 0, 1; c < 4). So a lane
-// has four neighbours, and its rows of an accumulator are those of struct Rows.
+// In such a product k = 2 c + i of 16 is row or column 4 c + i of a state, and k = 8 + 2 c + i is
+// 4 c + 2 + i (i = 0, 1; c < 4): so are the rows of struct Rows, and M's rows stay where they are.
+// The columns of two tiles side by side likewise: a lane's accumulators are four neighbours.
 #pragma once
 
-#include "rows.cuh"
+#include "chunk.cuh"
 #include "tile.cuh"
 
 __device__ inline void split(float x, float y, u32& high, u32& low) {
@@ -33,8 +33,8 @@ __device__ inline Split split_a(const float (&acc)[2][4]) {
     return a;
 }
 
-// A sum of products, each three of bf16, all but the smallest. The small ones have accumulators of
-// their own, so that fewer wait for each other.
+// A sum of products, each of three bf16 ones: low times low, 2^-16 of it, is left out. The low ones
+// have accumulators of their own, so that only two of the three wait for each other.
 struct SplitSum {
     float high[4] = {}, low[4] = {};
 
@@ -46,8 +46,8 @@ struct SplitSum {
     __device__ float at(int i) const { return high[i] + low[i]; }
 };
 
-// A transfer in memory: B operands of 16 rows and 8 columns, [8][8][2][32 lanes].
-__device__ inline SplitB* split_transfer(float* transfers, i64 matrix, int k16) {
+// Where a transfer's B operands [16 x 8] are: [8 (16 rows)][8 (16 columns)][2][32 lanes].
+__device__ inline SplitB* transfer_operands(float* transfers, i64 matrix, int k16) {
     return reinterpret_cast<SplitB*>(transfers + matrix * head_dim * head_dim) +
            k16 * (head_dim / 8) * 32;
 }

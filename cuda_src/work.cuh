@@ -11,7 +11,6 @@
 #pragma once
 
 #include "chunk.cuh"
-#include "gate.cuh"
 
 // With what a segment begins, for each slot and head (cuts.cu).
 using Begin = unsigned char;
@@ -51,19 +50,20 @@ struct Work {
     int segment;  // tokens from one place where a sequence may be cut to the next; 0: there is none
     u32 num_slots;        // one for each segment that there may be
     const Begin* begins;  // [num_slots, H]; null without segments
-    // Of joined segments, else null: fp32 [num_slots, H, 128 (v), 128 (k)] each, a segment's in the
-    // last of the slots that its item goes through.
+    // Where segments may be joined: fp32 [num_slots, H, 128 (v), 128 (k)] each, an item's in the
+    // last of its slots. A local one is in the order of its rows, until chain.cuh puts the operands
+    // of the next segment's S in its place; a transfer is operands (split.cuh) from the first.
     float *locals, *transfers;
-    // O_local and Q_M of their rows: fp32 [2, H, num_slots, segment / 16, 128 (v), 16 (tokens)],
-    // the last two as store_aside has it.
-    float* asides;
+    // O_local, then Q_M, of joined tokens: fp32 [2, H, num_slots, segment / 16, 8 (16 rows of v),
+    // 32 lanes, 8] (rows.cuh). An item's chunks lie one after the other, through all of its slots.
+    float* partials;
     // Of a launch with segments: how many items its blocks have taken; how many blocks of join.cu
     // have begun; and whether any segment is joined.
     u32* counts;
 
     __device__ u32 num_states() const { return num_slots * num_heads; }
-    // Of the chunks put aside, where an item's begin: the local one's, or the transfer's.
-    __device__ i64 first_aside(u32 slot, int head, bool is_transfer) const {
+    // Where an item's chunks begin in partials.
+    __device__ i64 first_partial(u32 slot, int head, bool is_transfer) const {
         const i64 place = (is_transfer ? num_heads : 0) + head;
         return (place * num_slots + slot) * (segment / chunk);
     }
@@ -188,9 +188,9 @@ struct Work {
     }
 };
 
-// Where in `begins` the piece of work of this rank is; the rank becomes that among the pieces
-// there. num_states when there are not so many. of(begin): how many pieces one is. Ranks of a walk
-// grow. By a whole warp.
+// Pieces of work are numbered through begins [num_slots, H], of(begin) pieces to each. Where piece
+// number `rank` is, which becomes its number there; num_states when there are fewer. The ranks of a
+// walk grow, for it goes on from where the last one was. By a whole warp.
 template <typename Of>
 __device__ inline u32 find_piece(const Work& work, Walk& walk, u32& rank, const Of& of) {
     const u32 lane = mov_tid_x() % 32, num_states = work.num_states();
@@ -289,8 +289,8 @@ __device__ inline Item find_item(const Work& work, const LaneSequence (&sequence
     item.num_tokens = static_cast<int>(last - first) + warm_up;
     // One without tokens has a chunk too, in which nothing happens.
     item.num_chunks = max(1, (item.num_tokens + chunk - 1) / chunk);
-    item.num_loud = begin == is_joined ? 0 : item.num_chunks - warm_up / chunk;
-    item.first_aside = begin == is_joined ? work.first_aside(slot, head, is_transfer) : -1;
+    item.num_written = begin == is_joined ? 0 : item.num_chunks - warm_up / chunk;
+    item.first_partial = begin == is_joined ? work.first_partial(slot, head, is_transfer) : -1;
     return item;
 }
 
@@ -304,7 +304,7 @@ struct Items {
 
     __device__ explicit Items(Shared& shared) : smem(shared) {}
 
-    // To the next item, once its scouts have found it; false when there is none.
+    // To the next item, once the first solver has found it; false when there is none.
     __device__ bool next() {
         if (count > 0) arrive(smem.item_empty, count - 1);
         wait_full(smem.item_full, count);

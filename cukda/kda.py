@@ -20,10 +20,6 @@ _BOUND_BYTES = {None: 0, "int32": 4, "int64": 8}
 _MAX_FLOAT32 = 3.4028234663852886e38
 # The kernel counts its work in 32 bits, and each state of a head is a piece of it.
 _MAX_STATES = 2**31 - 1
-# The kernel moves rows of 128 in pieces of up to 16 bytes.
-_ROW_ALIGNMENT = 16
-# A segment that no sequence comes to.
-_NEVER = 2**31 - 1
 _LOWEST_BOUND = -5.0
 
 
@@ -124,13 +120,13 @@ def _checked(
     _check_num_states("q", batch, num_heads)
 
     view, check = arrays.view, arrays.check
-    check(q, _BF16, shape, device, _ROW_ALIGNMENT)
+    check(q, _BF16, shape, device, plan.ROW_ALIGNMENT)
     k = view("k", k, stream)
-    check(k, _BF16, shape, device, _ROW_ALIGNMENT)
+    check(k, _BF16, shape, device, plan.ROW_ALIGNMENT)
     v = view("v", v, stream)
-    check(v, _BF16, shape, device, _ROW_ALIGNMENT)
+    check(v, _BF16, shape, device, plan.ROW_ALIGNMENT)
     g = view("g", g, stream)
-    check(g, _BF16, shape, device, _ROW_ALIGNMENT)
+    check(g, _BF16, shape, device, plan.ROW_ALIGNMENT)
     beta = view("beta", beta, stream)
     check(beta, _BF16, (batch, num_tokens, num_heads), device, 2)
     scale = 1 / math.sqrt(head_dim) if scale is None else arrays.real("scale", scale)
@@ -139,7 +135,7 @@ def _checked(
     result = out
     if out is not None:
         out = view("out", out, stream)
-        check(out, _BF16, shape, device, _ROW_ALIGNMENT, written=True)
+        check(out, _BF16, shape, device, plan.ROW_ALIGNMENT, written=True)
     if A_log is not None:
         A_log = view("A_log", A_log, stream)
         check(A_log, _FP32, (num_heads,), device, 4)
@@ -165,10 +161,10 @@ def _checked(
     state_shape = (num_sequences, num_heads, head_dim, head_dim)
     if initial_state is not None:
         initial_state = view("initial_state", initial_state, stream)
-        check(initial_state, _STATES, state_shape, device, _ROW_ALIGNMENT)
+        check(initial_state, _STATES, state_shape, device, plan.ROW_ALIGNMENT)
     if final_state is not None:
         final_state = view("final_state", final_state, stream)
-        check(final_state, _STATES, state_shape, device, _ROW_ALIGNMENT, written=True)
+        check(final_state, _STATES, state_shape, device, plan.ROW_ALIGNMENT, written=True)
     if cu_seqlens is not None:
         alignment = 8 if cu_seqlens.dtype == "int64" else 4
         check(cu_seqlens, _BOUNDS, (num_sequences + 1,), device, alignment)
@@ -282,7 +278,7 @@ def _launch(call: _Call, stream) -> None:
         # A last segment may write its final state before the first has read the initial one.
         is_copied = in_place and segments.length > 0
         copy_bytes = call.initial_state.num_bytes if is_copied else 0
-        at = launch.workspace
+        at = launch.layout
         with arrays.Workspace(at.end + copy_bytes, stream_pointer) as workspace:
             begin = workspace.pointer
             if is_copied:
@@ -298,7 +294,7 @@ def _launch(call: _Call, stream) -> None:
                 launch.num_slots,
             )
             found = begin + at.begins, begin + at.counts
-            ends = begin + at.locals, begin + at.transfers, begin + at.asides
+            joined = begin + at.locals, begin + at.transfers, begin + at.partials
             ready = begin + at.ready if segments.join_every else 0
             final = final_pointer, _STATE_KINDS[_dtype(call.final_state)]
 
@@ -319,7 +315,7 @@ def _launch(call: _Call, stream) -> None:
                     _pointer(call.dt_bias),
                     call.lower_bound,
                     *sequences,
-                    segments.first_joined if segments.join_every else _NEVER,
+                    segments.first_joined,
                     segments.join_every,
                     *found,
                     ready,
@@ -343,7 +339,7 @@ def _launch(call: _Call, stream) -> None:
                 *final,
                 *sequences,
                 *found,
-                *ends,
+                *joined,
             )
             if segments.join_every:
                 run(
@@ -356,7 +352,7 @@ def _launch(call: _Call, stream) -> None:
                     *sequences,
                     segments.join_every,
                     *found,
-                    *ends,
+                    *joined,
                     ready,
                 )
 

@@ -1,7 +1,7 @@
 """From shapes to a launch: pure arithmetic, no GPU, no arrays.
 
-A block of `cuda_src/kda_fwd.cu` works on one segment after another, each of one sequence and head,
-or on a part of its V rows. The sizes stated here are checked by static_asserts there.
+A block of `cuda_src/kda_fwd.cu` works on one item after another: segments of one sequence and head,
+and a part of its V rows. The sizes stated here are checked by static_asserts there.
 """
 
 import functools
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 HEAD_DIM = 128
+# The kernels move rows in pieces of up to 16 bytes.
+ROW_ALIGNMENT = 16
 
 # Bytes of struct Stage, RawChunk, SolverScratch, Item, HeadInputs, of a barrier, and of a warp's
 # sequences.
@@ -69,6 +71,8 @@ _WARM_UP = 40
 # Segments are made of pairs of chunks, so that few lengths are thought of; and at least so long.
 _UNIT = 32
 _SHORTEST_SEGMENT = 64
+# Items of a multiprocessor, where sequences are split.
+_MOST_ROUNDS = 16
 # A sequence that is longer by no more than this is let be.
 _MUCH_LONGER = 1.5
 # Of T so many leading bits decide.
@@ -76,20 +80,18 @@ _TOKEN_BITS = 5
 # Cuts pay where the gate is fast, and the same launch must do where it is slow and there are none:
 # the device sees to that, head by head. Fast gates count this many times.
 _FAST_WEIGHT = 3
-# ... but slow ones may take no more than so many times what they can.
+# ... but not where slow ones would take so many times the least that they can.
 _MOST_SLOWER = 1.2
 # The most memory that a call takes beside the caller's: this, or as much as q, k, v, g and out do.
 _MOST_BYTES = 2**30
 _TOKEN_BYTES = 5 * 2 * HEAD_DIM
-# Blocks of a grid, and items that blocks count.
+# Of a launch, whose blocks count them in 32 bits.
 _MOST_ITEMS = 2**31 - 1
-# Of a state and of a row in float32, the three counts, and one of chains.
+# Of a state and of a row in float32, the three counts, and one of ready.
 _STATE_BYTES = 4 * HEAD_DIM**2
 _ROW_BYTES = 4 * HEAD_DIM
 _COUNTS_BYTES = 16
 _READY_BYTES = 4
-# Of a copy of states behind them.
-_ROW_ALIGNMENT = 16
 # Places where segments are joined: each one where they might be cut, each second, ...
 _JOIN_EVERY = (1, 2, 3)
 
@@ -202,9 +204,9 @@ class Shape(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """How sequences are split: tokens from one place where they may be cut to the next (0: they are
-    not); and segments from one place to the next where they are joined if there is no cut (0: they
-    are not), the first of a sequence's such places being `first_joined`.
+    """How sequences are split. length: tokens of a segment; at each multiple a sequence may be cut
+    (0: it is whole). join_every: where there is no cut, segments first_joined, first_joined +
+    join_every, ... are joined to what is before (0: none is); before the others it goes on.
     """
 
     length: int = 0
@@ -212,15 +214,15 @@ class Segments(NamedTuple):
     first_joined: int = 0
 
 
-class Workspace(NamedTuple):
-    """Where in a call's memory beside the caller's its parts begin, in bytes, and where it ends: a
-    state of each slot and head, and a transfer; what both put out; three counts; for each slot and
-    head how many warps have its state ready; and with what it begins.
+class Layout(NamedTuple):
+    """Where the parts of a call's own memory begin, in bytes. locals, transfers: a state each for
+    every slot and head; partials: O_local and Q_M; counts: three; ready: one for every slot and
+    head; begins: a byte for each; end: all bytes.
     """
 
     locals: int
     transfers: int
-    asides: int
+    partials: int
     counts: int
     ready: int
     begins: int
@@ -229,9 +231,9 @@ class Workspace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A call's launches: the kernel's variant, and its blocks; the segments, slots enough for them,
-    and the blocks of CUTS and of JOIN, none where there is nothing to cut, or to join; and the
-    memory that they share.
+    """A call's launches. grid: blocks of the variant; cuts_grid, join_grid: of CUTS and JOIN, none
+    where there is nothing to cut, or to join. num_slots: places for segments, enough for sequences
+    of any length; layout: of the memory that the three share.
     """
 
     variant: Variant
@@ -240,7 +242,7 @@ class Plan:
     num_slots: int
     cuts_grid: int
     join_grid: int
-    workspace: Workspace
+    layout: Layout
 
 
 def variants() -> tuple[Variant, ...]:
@@ -255,11 +257,11 @@ def variants() -> tuple[Variant, ...]:
 @functools.lru_cache(maxsize=1024)
 def plan(shape: Shape, gpu: Gpu) -> Plan:
     """The launch for a call, from its shapes alone: how V is split over blocks, and where sequences
-    may be cut.
+    may be cut or joined.
 
-    Both repeat work: a part the factors of its chunks, a segment the tokens that make its state. So
-    they pay while multiprocessors would be idle. Where no variant fits it is the smallest one's
-    launch: such a GPU is too old, and `jit` says so.
+    All repeat work: a part the factors of its chunks, a segment the tokens that make its state, a
+    joined one all of its scan. So they pay while multiprocessors would be idle. Where no variant
+    fits it is the smallest one's launch: such a GPU is too old, and `jit` says so.
     """
     # T may differ from call to call; that which it decides need not.
     shift = max(0, shape.num_tokens.bit_length() - _TOKEN_BITS)
@@ -305,25 +307,26 @@ def launch(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> Plan
         num_slots=num_slots,
         cuts_grid=num_states if segments.length else 0,
         join_grid=num_chains + _num_output_blocks(segments, shape, gpu) if is_joined else 0,
-        workspace=_workspace(segments, shape),
+        layout=_layout(segments, shape),
     )
 
 
 def _num_output_blocks(segments: Segments, shape: Shape, gpu: Gpu) -> int:
-    """Of JOIN, beside its chains: those that run at the same time, if that makes no more than two
-    tiles for each, for a block that begins when the chains have ended has fetched nothing yet.
+    """Blocks of JOIN that add up outputs. As many as the GPU holds beside the chains, if none then
+    has more than two tiles: those have fetched the first when its state is ready. Else all that it
+    holds, some of which begin as chains end.
     """
     num_items = _num_slots(segments, shape) * shape.num_heads / segments.join_every
     num_tiles = num_items * math.ceil(segments.join_every * segments.length / _TILE_TOKENS)
     num_blocks = _JOIN_BLOCKS * gpu.num_sms
-    beside = num_blocks - shape.num_sequences * shape.num_heads * _NUM_CHAIN_PARTS
-    return beside if num_tiles <= 2 * beside else num_blocks
+    num_beside = num_blocks - shape.num_sequences * shape.num_heads * _NUM_CHAIN_PARTS
+    return num_beside if num_tiles <= 2 * num_beside else num_blocks
 
 
 def _segments(variant: Variant, shape: Shape, gpu: Gpu) -> Iterator[Segments]:
-    """Those worth a thought: none; of packed sequences, whose lengths are not known, such as cut
-    what is much longer than a multiprocessor's share of the whole, if that can be; and those that
-    make one, two, ... items a multiprocessor of sequences of equal length, cut or joined.
+    """Ways that may pay: of packed sequences, whose lengths are not known, at a multiprocessor's
+    share of all work, if one may be much longer; none; and lengths that make one, two, ... items a
+    multiprocessor of sequences of equal length, cut alone or joined.
     """
     num_items = shape.num_sequences * shape.num_heads * variant.num_parts
     if num_items == 0:
@@ -331,10 +334,10 @@ def _segments(variant: Variant, shape: Shape, gpu: Gpu) -> Iterator[Segments]:
     total = _mean_length(shape)
     share = max(total * num_items / gpu.num_sms, 2 * total, _SHORTEST_SEGMENT)
     if _is_uneven(shape) and shape.num_tokens > _MUCH_LONGER * share:
-        # Which costs nothing, by means, and is for what they do not tell.
+        # By the mean length it costs what none costs, and first it wins: it is for longer ones.
         yield Segments(math.ceil(share / _UNIT) * _UNIT)
     yield Segments()
-    for num_rounds in range(1, 17):
+    for num_rounds in range(1, _MOST_ROUNDS + 1):
         num_segments = num_rounds * gpu.num_sms // num_items
         # As many that are joined make twice as many items, but for the first of a sequence.
         for wanted in (num_segments, (num_segments + 1) // 2):
@@ -346,22 +349,21 @@ def _segments(variant: Variant, shape: Shape, gpu: Gpu) -> Iterator[Segments]:
 
 
 def _joined(length: int, num_segments: int, num_items: int, gpu: Gpu) -> Iterator[Segments]:
-    """Segments of a length joined at each place, each second, ...: from the first on, and so that
-    those before take as long as all that are joined, with two items each, on the multiprocessors
-    that are left.
+    """Joined at each place, each second, each third: from the first on, or from a lead on. A lead
+    takes as long as all behind it, two items each, on the multiprocessors that are left:
+    lead = 2 (num_segments - lead) num_items / (num_sms - num_items).
     """
-    busy = 2 * num_segments * num_items / (num_items + gpu.num_sms)
+    lead = 2 * num_segments * num_items / (num_items + gpu.num_sms)
     for every in _JOIN_EVERY:
-        first = math.ceil(busy / every) * every
-        for first_joined in {every, first}:
+        for first_joined in sorted({every, math.ceil(lead / every) * every}):
             if first_joined < num_segments:
                 yield Segments(length, every, first_joined)
 
 
 def _fits(variant: Variant, segments: Segments, shape: Shape) -> bool:
-    """Whether a call's memory beside the caller's is not too much, nor its work to be counted."""
+    """Whether a call's own memory is not too much, and its items can be counted."""
     num_items = _num_items(variant, segments, shape)
-    num_bytes = _workspace(segments, shape).end
+    num_bytes = _layout(segments, shape).end
     most_bytes = max(_MOST_BYTES, _TOKEN_BYTES * _num_rows(shape) * shape.num_heads)
     if segments.length:
         # The initial states too, which are copied where the final ones take their place.
@@ -369,7 +371,7 @@ def _fits(variant: Variant, segments: Segments, shape: Shape) -> bool:
     return num_bytes <= most_bytes and num_items <= _MOST_ITEMS
 
 
-def _workspace(segments: Segments, shape: Shape) -> Workspace:
+def _layout(segments: Segments, shape: Shape) -> Layout:
     num_states = _num_slots(segments, shape) * shape.num_heads if segments.length else 0
     num_joined = num_states if segments.join_every else 0
     sizes = (
@@ -380,8 +382,8 @@ def _workspace(segments: Segments, shape: Shape) -> Workspace:
         num_joined * _READY_BYTES,
         num_states,
     )
-    *begins, end = itertools.accumulate(sizes, initial=0)
-    return Workspace(*begins, -(-end // _ROW_ALIGNMENT) * _ROW_ALIGNMENT)
+    *starts, end = itertools.accumulate(sizes, initial=0)
+    return Layout(*starts, -(-end // ROW_ALIGNMENT) * ROW_ALIGNMENT)
 
 
 def _cycles_of(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> tuple[float, float]:
@@ -400,11 +402,11 @@ def _cycles_of(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> 
     fast = _CUTS_CYCLES + _cycles(variant, num_rounds, length + _WARM_UP)
     if not join_every:
         return fast, _CUTS_CYCLES + whole
-    # An item goes on to the next place; all that are joined are two.
+    # Of one length: the first item goes on to first_joined, and all later ones are two.
     num_joined = math.ceil((num_segments - first_joined) / join_every)
-    num_ends = (first_joined / join_every + 2 * num_joined) * num_items / gpu.num_sms
+    num_rounds = (first_joined / join_every + 2 * num_joined) * num_items / gpu.num_sms
     run = join_every * length
-    busy = max(first_joined * length, math.ceil(num_ends) * run)
+    busy = max(first_joined * length, math.ceil(num_rounds) * run)
     slow = _START_CYCLES + math.ceil(busy / run) * _ITEM_CYCLES
     slow += busy * variant.token_cycles * _JOINED_COST
     num_outputs = shape.num_sequences * shape.num_heads * (total - first_joined * length)

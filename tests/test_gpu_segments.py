@@ -581,7 +581,7 @@ class Kept(arrays.Workspace):
     def begins(self, case):
         """Of a call that has ended: [num_slots, H]."""
         launch, num_heads = plan.plan(hardware.plan_shape(case), jit.gpu()), case["q"].shape[2]
-        at = self.GUARD_BYTES + launch.workspace.begins
+        at = self.GUARD_BYTES + launch.layout.begins
         found = self.memory[at : at + launch.num_slots * num_heads]
         return found.get().reshape(-1, num_heads)
 

@@ -349,7 +349,7 @@ def test_fwd_packs_what_the_kernel_reads(fake, initial_state, final_state, cu_se
     expected = plan.plan(plan.Shape(num_sequences, T, H, cu_seqlens is not None), H200)
     kinds = enum("StateKind")
     kind_of = {None: kinds["None"], "bfloat16": kinds["BF16"], "float32": kinds["FP32"]}
-    nowhere = dict.fromkeys(("begins", "counts", "locals", "transfers", "asides"), 0)
+    nowhere = dict.fromkeys(("begins", "counts", "locals", "transfers", "partials"), 0)
     want = (
         {name: 0 if call[name] is None else ARRAYS[name][0] for name in ARRAYS}
         | nowhere
@@ -480,7 +480,7 @@ def test_launches_of_a_call_belong_together(fake, segments, cu_seqlens, final_st
     of_entry = {each.entry: each.values for each in launches}
     scan = of_entry["kda_fwd"]
     found = {name: scan[name] for name in ("begins", "counts")}
-    ends = {name: scan[name] for name in ("locals", "transfers", "asides")}
+    joined = {name: scan[name] for name in ("locals", "transfers", "partials")}
     shared = found | {
         "cu_seqlens": 0 if cu_seqlens is None else ARRAYS["cu_seqlens"][0],
         "cu_seqlens_bytes": 0 if cu_seqlens is None else 8,
@@ -504,25 +504,20 @@ def test_launches_of_a_call_belong_together(fake, segments, cu_seqlens, final_st
     ready = of_entry["kda_join"]["ready"] if join_every else 0
     written = {"scale": 0.25, "out": ARRAYS["out"][0]} | final
     joins = {"join_every": join_every}
-    never = {"first_joined": 2**31 - 1}
     want = {
-        "kda_cuts": gates
-        | shared
-        | joins
-        | ({"first_joined": first_joined} if join_every else never)
-        | {"ready": ready},
+        "kda_cuts": gates | shared | joins | {"first_joined": first_joined, "ready": ready},
         "kda_fwd": {n: ARRAYS[n][0] for n in ("q", "v", "beta")}
         | gates
         | shared
-        | ends
+        | joined
         | written
         | {"initial_state": initial, "initial_kind": kind},
-        "kda_join": shared | ends | written | joins | {"ready": ready},
+        "kda_join": shared | joined | written | joins | {"ready": ready},
     }
     assert of_entry == {entry: want[entry] for entry in order(segments)}
 
     if length == 0:
-        assert fake.memory == [] and not any((found | ends).values())
+        assert fake.memory == [] and not any((found | joined).values())
         return
     num_states = expected.num_slots * H
     places = {
@@ -531,9 +526,9 @@ def test_launches_of_a_call_belong_together(fake, segments, cu_seqlens, final_st
     }
     if join_every:
         places |= {
-            "locals": (ends["locals"], num_states * STATE_BYTES),
-            "transfers": (ends["transfers"], num_states * STATE_BYTES),
-            "asides": (ends["asides"], 2 * num_states * length * 4 * D),
+            "locals": (joined["locals"], num_states * STATE_BYTES),
+            "transfers": (joined["transfers"], num_states * STATE_BYTES),
+            "partials": (joined["partials"], 2 * num_states * length * 4 * D),
             "ready": (ready, num_states * 4),
         }
     if is_copied:
@@ -629,7 +624,9 @@ def test_memory_is_freed_when_a_kernel_does_not_compile(fake):
 def test_no_memory_is_an_error_that_names_it(fake, monkeypatch, is_capturing):
     hardware.force(monkeypatch.setattr, LARGEST, 64, 1, 1)
     fake.out_of_memory, fake.is_capturing = True, is_capturing
-    with pytest.raises(MemoryError, match=r"^cukda: the GPU has no \d+ bytes for states"):
+    with pytest.raises(
+        MemoryError, match=r"^cukda: the GPU has no \d+ bytes for what segments put aside$"
+    ):
         cukda.fwd(**arguments(1000))
     assert fake.work == []
     fake.out_of_memory = False

@@ -169,13 +169,13 @@ def check_helpers(launch, shape, gpu):
 
 def check_workspace(launch, shape):
     """Each part is as large as what it is for, and where loads of 16 bytes, or of 4, want it."""
-    segments, at = launch.segments, launch.workspace
+    segments, at = launch.segments, launch.layout
     num_states = launch.num_slots * shape.num_heads if segments.length else 0
     num_joined = num_states if segments.join_every else 0
     wanted = {
         "locals": 4 * 128 * 128 * num_joined,
         "transfers": 4 * 128 * 128 * num_joined,
-        "asides": 2 * 4 * 128 * segments.length * num_joined,
+        "partials": 2 * 4 * 128 * segments.length * num_joined,
         "counts": 3 * 4 if num_states else 0,
         "ready": 4 * num_joined,
         "begins": num_states,
@@ -199,7 +199,7 @@ def most_bytes(shape):
 def num_bytes_beside(launch, shape):
     """That a call takes, if it is in place."""
     num_states = shape.num_sequences * shape.num_heads if launch.segments.length else 0
-    return launch.workspace.end + 4 * 128 * 128 * num_states
+    return launch.layout.end + 4 * 128 * 128 * num_states
 
 
 @every_gpu
@@ -242,7 +242,7 @@ def test_nothing_to_do_is_no_block(num_sequences, num_heads, gpu):
     for num_tokens, packed in itertools.product((0, 8192), (False, True)):
         launch = plan.plan(plan.Shape(num_sequences, num_tokens, num_heads, packed), gpu)
         assert (launch.grid, launch.cuts_grid, launch.join_grid) == (0, 0, 0)
-        assert not any(launch.workspace)
+        assert not any(launch.layout)
 
 
 @every_gpu
@@ -381,7 +381,7 @@ def test_without_memory_pools_nothing_is_split():
     without = H200._replace(has_pools=False)
     for shape in SHAPES:
         launch = plan.plan(shape, without)
-        assert (launch.segments, launch.workspace.end) == (WHOLE, 0)
+        assert (launch.segments, launch.layout.end) == (WHOLE, 0)
         assert launch.variant in plan.variants()
 
 
