@@ -75,9 +75,9 @@ constexpr u32 kq_in_at = 0, k_inverse_at = kq_in_at + sizeof(Stage::kq_in),
               inverse_at = k_out_at + sizeof(Stage::k_out),
               p_at = inverse_at + sizeof(Stage::inverse);
 
-// Whose state an item begins or ends with: nobody's (zero, or dropped), the caller's, the identity;
-// a segment's local state or transfer, for join.cu.
-enum class StateOf { Nobody, Caller, Local, Transfer, Identity };
+// Whose state an item begins or ends with: nobody's (zero, or dropped), the caller's; a segment's
+// local state or transfer, for join.cu. The last two are what such items begin with.
+enum class StateOf { Nobody, Caller, Local, Transfer, Identity, Zero };
 
 // What a block works on at a time (work.cuh).
 struct Item {

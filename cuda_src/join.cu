@@ -1,7 +1,7 @@
 // Joins segments that have run side by side (work.cuh). With S the state where a joined segment
 // begins, S_local and M what its items left, O_local and Q_M what they put aside:
 //   S where the next one begins = S M + S_local    (chain.cuh)
-//   O = O_local + scale Q_M S^T                     (outputs.cuh)
+//   O = scale (O_local + Q_M S^T)                  (outputs.cuh)
 //
 // Block: a chain, that is 16 rows of the states of one sequence and head; or outputs, run after run
 //   of tiles, each once S is ready.

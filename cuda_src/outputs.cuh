@@ -1,5 +1,5 @@
 // Adds to the outputs of joined segments what comes of the state S where they begin,
-//   O = O_local + scale Q_M S^T
+//   O = scale (O_local + Q_M S^T)
 // tile by tile of up to 96 tokens. Eight warps, 16 rows of S each. Products of tf32: 11 bits, three
 // more than O, which is bf16, keeps.
 #pragma once
@@ -34,7 +34,7 @@ __device__ inline void fetch_queries(OutputsShared& smem, const float* partials,
     }
 }
 
-// o = o + scale Q_M S^T, of a chunk of the tile and the warp's rows of the state.
+// o = scale (o + Q_M S^T), of a chunk of the tile and the warp's rows of the state.
 __device__ inline void add_chunk(float (&o)[2][4], const OutputsShared& smem,
                                  const u32 (&state)[head_dim / 8][4], int index, float scale) {
     const int lane = threadIdx.x % 32;
@@ -51,7 +51,7 @@ __device__ inline void add_chunk(float (&o)[2][4], const OutputsShared& smem,
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        o[i / 4][i % 4] = fmaf(scale, sums[i / 4][i % 4], o[i / 4][i % 4]);
+        o[i / 4][i % 4] = scale * (o[i / 4][i % 4] + sums[i / 4][i % 4]);
     }
 }
 

@@ -320,9 +320,9 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         int num_left = is_transfer ? -items.item().num_tokens : items.item().num_tokens - lane / 4;
         Rows rows;
         load_rows(rows, v + offset, half_stride, num_left);
-        // Read anew, as first_row.
+        // What goes to partials is scaled by join.cu. Read anew, as first_row.
         const auto item_scale = [&] {
-            return items.item().from == StateOf::Identity ? 1.0f : scale;
+            return items.item().from >= StateOf::Identity ? 1.0f : scale;
         };
 
         // Behind the load of v, which takes as long.

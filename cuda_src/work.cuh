@@ -5,9 +5,9 @@
 // nothing of an earlier state: then the scan of those alone, from a state of zero, makes the same
 // state as the scan of all of them. Where more is left, the segment before goes on, or they are
 // joined: with S the state where a segment begins, it ends with S M + S_local and puts out
-// O_local + scale Q_M S^T. Here S_local and O_local are what the scan makes of a state of zero, M
-// and Q_M what it makes of the identity with v = 0 and scale = 1. Both are items of this kernel,
-// which put their outputs aside, and join.cu adds up what they leave.
+// scale (O_local + Q_M S^T). Here S_local and O_local are what the scan makes of a state of zero, M
+// and Q_M what it makes of the identity with v = 0, both with scale = 1. Both are items of this
+// kernel, which put their outputs aside, and join.cu adds up what they leave.
 #pragma once
 
 #include "chunk.cuh"
@@ -274,9 +274,10 @@ __device__ inline Item find_item(const Work& work, const LaneSequence (&sequence
     Item item;
     item.head = head;
     item.part = static_cast<int>(part % num_parts);
-    item.from = is_transfer         ? StateOf::Identity
-                : begin == is_first ? StateOf::Caller
-                                    : StateOf::Nobody;
+    item.from = is_transfer          ? StateOf::Identity
+                : begin == is_joined ? StateOf::Zero
+                : begin == is_first  ? StateOf::Caller
+                                     : StateOf::Nobody;
     item.from_matrix = segment.sequence * work.num_heads + head;
     item.to = is_transfer    ? StateOf::Transfer
               : is_joined_on ? StateOf::Local

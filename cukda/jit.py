@@ -282,11 +282,12 @@ def _gpu(device: int) -> Gpu:
         and os.environ.get("CUKDA_WGMMA") != "0"
         and _nvrtc().getVersion() >= _OLDEST_NVRTC_FOR_WGMMA
     )
+    has_pools = runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryPoolsSupported, device)
     return Gpu(
         runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device),
         runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
         has_wgmma,
-        bool(runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryPoolsSupported, device)),
+        runtime.getDeviceProperties(device)["totalGlobalMem"] if has_pools else 0,
     )
 
 

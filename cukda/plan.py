@@ -75,15 +75,17 @@ _SHORTEST_SEGMENT = 64
 _MOST_ROUNDS = 16
 # A sequence that is longer by no more than this is let be.
 _MUCH_LONGER = 1.5
-# Of T so many leading bits decide.
-_TOKEN_BITS = 5
+# Of T and N so many leading bits decide.
+_LEADING_BITS = 5
 # Cuts pay where the gate is fast, and the same launch must do where it is slow and there are none:
 # the device sees to that, head by head. Fast gates count this many times.
 _FAST_WEIGHT = 3
 # ... but not where slow ones would take so many times the least that they can.
 _MOST_SLOWER = 1.2
-# The most memory that a call takes beside the caller's: this, or as much as q, k, v, g and out do.
+# The most memory that a call takes beside the caller's: this, or as much as q, k, v, g and out do;
+# but no more than such a part of all.
 _MOST_BYTES = 2**30
+_MOST_OF_MEMORY = 8
 _TOKEN_BYTES = 5 * 2 * HEAD_DIM
 # Of a launch, whose blocks count them in 32 bits.
 _MOST_ITEMS = 2**31 - 1
@@ -98,13 +100,13 @@ _JOIN_EVERY = (1, 2, 3)
 
 class Gpu(NamedTuple):
     """What a plan needs to know of a GPU. max_shared_bytes: the most that a block may ask for.
-    has_pools: whether a call can have memory in the order of a stream.
+    memory_bytes: of all; or 0, where a call cannot have memory in the order of a stream.
     """
 
     num_sms: int
     max_shared_bytes: int
     has_wgmma: bool
-    has_pools: bool = True
+    memory_bytes: int = 2**40
 
 
 @dataclass(frozen=True)
@@ -263,10 +265,16 @@ def plan(shape: Shape, gpu: Gpu) -> Plan:
     joined one all of its scan. So they pay while multiprocessors would be idle. Where no variant
     fits it is the smallest one's launch: such a GPU is too old, and `jit` says so.
     """
-    # T may differ from call to call; that which it decides need not.
-    shift = max(0, shape.num_tokens.bit_length() - _TOKEN_BITS)
-    rounded = shape._replace(num_tokens=-(-shape.num_tokens >> shift) << shift)
+    # T, and N of packed sequences, may differ from call to call; what they decide need not.
+    num_sequences = _leading(shape.num_sequences) if shape.packed else shape.num_sequences
+    rounded = shape._replace(num_sequences=num_sequences, num_tokens=_leading(shape.num_tokens))
     return launch(*_choice(rounded, gpu), shape, gpu)
+
+
+def _leading(size: int) -> int:
+    """The least number of as many leading bits as decide that is not below."""
+    shift = max(0, size.bit_length() - _LEADING_BITS)
+    return -(-size >> shift) << shift
 
 
 @functools.lru_cache(maxsize=1024)
@@ -275,12 +283,11 @@ def _choice(shape: Shape, gpu: Gpu) -> tuple[Variant, Segments]:
     usable = [v for v in variants() if v.shared_bytes <= gpu.max_shared_bytes] or variants()[-1:]
     usable = [v for v in usable if v.wgmma == gpu.has_wgmma] or usable
     usable = [v for v in usable if v.num_stages == usable[0].num_stages]
-    choices = [
-        (variant, segments)
-        for variant in usable
-        for segments in _segments(variant, shape, gpu)
-        if _fits(variant, segments, shape) and (gpu.has_pools or not segments.length)
-    ]
+    # Many are the same.
+    choices = dict.fromkeys(
+        (variant, segments) for variant in usable for segments in _segments(variant, shape, gpu)
+    )
+    choices = [choice for choice in choices if _fits(*choice, shape, gpu)]
     choices = choices or [(variant, Segments()) for variant in usable]
     cycles = {choice: _cycles_of(*choice, shape, gpu) for choice in choices}
     least_slow = min(slow for _, slow in cycles.values())
@@ -360,11 +367,12 @@ def _joined(length: int, num_segments: int, num_items: int, gpu: Gpu) -> Iterato
                 yield Segments(length, every, first_joined)
 
 
-def _fits(variant: Variant, segments: Segments, shape: Shape) -> bool:
+def _fits(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> bool:
     """Whether a call's own memory is not too much, and its items can be counted."""
     num_items = _num_items(variant, segments, shape)
     num_bytes = _layout(segments, shape).end
     most_bytes = max(_MOST_BYTES, _TOKEN_BYTES * _num_rows(shape) * shape.num_heads)
+    most_bytes = min(most_bytes, gpu.memory_bytes // _MOST_OF_MEMORY)
     if segments.length:
         # The initial states too, which are copied where the final ones take their place.
         num_bytes += shape.num_sequences * shape.num_heads * _STATE_BYTES

@@ -300,6 +300,20 @@ def test_packed(repeats, gate, joins, cut_every):
         assert_same((out[:, rows], final_state[seq_idx : seq_idx + 1]), alone)
 
 
+def test_what_is_finite_in_one_pass_is_finite(cut_every):
+    """Where parts of a sum, scaled, would overflow."""
+    case = inputs.make([400], 1, "slow", seed=142, batch=1)
+    case |= {"scale": 3e37, "initial_state": case["initial_state"] * np.float32(300)}
+    case["v"] = (case["v"].astype(np.float32) * 30).astype(BF16)
+    cut_every(0)
+    one_pass = outs(case)[0].astype(np.float32)
+    cut_every(SEGMENT, 1)
+    joined = outs(case)[0].astype(np.float32)
+    is_finite = np.abs(one_pass) < 3e38
+    assert 0.1 < is_finite.mean() < 1
+    assert np.isfinite(joined[is_finite]).all()
+
+
 @pytest.mark.parametrize("integer", [np.int32, np.int64])
 @pytest.mark.parametrize("num_others", [0, 40])
 def test_packed_with_rows_of_no_sequence(num_others, integer, cut_every):

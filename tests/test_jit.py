@@ -222,6 +222,9 @@ class NVRTCError(RuntimeError):
     pass
 
 
+MEMORY_BYTES = 150 * 10**9
+
+
 class FakeCuPy:
     """Records what jit asks of CuPy."""
 
@@ -250,6 +253,7 @@ class FakeCuPy:
             cudaDevAttrMultiProcessorCount=16,
             cudaDevAttrMaxSharedMemoryPerBlockOptin=97,
             cudaDevAttrMemoryPoolsSupported=115,
+            getDeviceProperties=lambda _device: {"totalGlobalMem": MEMORY_BYTES},
             deviceGetAttribute=lambda attribute, _device: self.device_attributes[attribute],
             getDevice=lambda: self.device,
             driverGetVersion=lambda: 12040,
@@ -305,7 +309,8 @@ def test_gpu(fake, monkeypatch, capability, switch):
     fake.capability = capability
     if switch is not None:
         monkeypatch.setenv("CUKDA_WGMMA", switch)
-    assert jit.gpu() == plan.Gpu(132, 232_448, has_wgmma=capability == "90" and switch != "0")
+    has_wgmma = capability == "90" and switch != "0"
+    assert jit.gpu() == plan.Gpu(132, 232_448, has_wgmma, MEMORY_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +319,7 @@ def test_gpu(fake, monkeypatch, capability, switch):
 )
 def test_wgmma_needs_an_nvrtc_that_takes_two_archs(fake, version, has_wgmma):
     fake.cuda.nvrtc.getVersion = lambda: version
-    assert jit.gpu() == plan.Gpu(132, 232_448, has_wgmma)
+    assert jit.gpu() == plan.Gpu(132, 232_448, has_wgmma, MEMORY_BYTES)
 
 
 def test_only_wgmma_needs_nvrtc_to_be_known(fake, monkeypatch):
@@ -334,7 +339,7 @@ def test_only_wgmma_needs_nvrtc_to_be_known(fake, monkeypatch):
 
 def test_gpu_without_memory_pools(fake):
     fake.device_attributes[fake.cuda.runtime.cudaDevAttrMemoryPoolsSupported] = 0
-    assert jit.gpu() == plan.Gpu(132, 232_448, has_wgmma=True, has_pools=False)
+    assert jit.gpu() == plan.Gpu(132, 232_448, has_wgmma=True, memory_bytes=0)
 
 
 def test_gpu_is_asked_once_for_each_device(fake):

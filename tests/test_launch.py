@@ -661,7 +661,7 @@ def test_a_device_has_one_pool_that_keeps_what_it_has_had(fake, monkeypatch):
     # cudaMemAllocationTypePinned, cudaMemHandleTypeNone, cudaMemLocationTypeDevice, the device.
     assert fake.pools == [(1, 0, 1, 0), (1, 0, 1, 1)]
     first, second = FIRST_POOL, FIRST_POOL + 1
-    keep = fake.cuda.runtime.cudaMemPoolAttrReleaseThreshold, 2**64 - 1
+    keep = fake.cuda.runtime.cudaMemPoolAttrReleaseThreshold, 2**30
     assert fake.settings == [(first, *keep), (second, *keep)]
     assert [memory.pool for memory in fake.memory] == [first, first, first, second]
     num_steps = len(ORDER[True, True])
