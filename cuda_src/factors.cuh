@@ -73,10 +73,10 @@ __device__ inline void make_factors(const RawChunk& raw, const Gate& gate, int n
     u32 frag_g[warp_tiles][4], frag_k[warp_tiles][4], frag_q[warp_tiles][4];
 #pragma unroll
     for (int tile = 0; tile < warp_tiles; ++tile) {
-        const int offset = tile_channel(warp, tile) * 2;
-        ldmatrix_x4_trans(frag_g[tile], raw_lane_address(raw.g, lane) + offset);
-        ldmatrix_x4(frag_k[tile], raw_lane_address(raw.k, lane) + offset);
-        ldmatrix_x4(frag_q[tile], raw_lane_address(raw.q, lane) + offset);
+        const u32 q = raw_lane_address(raw.q, lane) ^ raw_channels(tile_channel(warp, tile) / 16);
+        ldmatrix_x4_trans(frag_g[tile], q + 2 * raw_tile);
+        ldmatrix_x4(frag_k[tile], q + raw_tile);
+        ldmatrix_x4(frag_q[tile], q);
     }
 
     // The gate, with lanes along channels, then its running sum, with lanes along tokens. Matrix m

@@ -45,28 +45,37 @@ struct Fetcher {
         const Item& item = smem.item[item_slot];
         if (chunk_idx == 0) fetch_head(item, smem.head_inputs[item_slot]);
 
-        // Half a warp to a row, 16 bytes a lane. Rows past the item's end become zeros.
-        RawChunk& raw = smem.raw[slot];
         const i64 token_stride = static_cast<i64>(work.num_heads) * head_dim;
         const int num_rows = item.num_tokens - chunk_idx * chunk;
-        const i64 offset = (item.begin + chunk_idx * chunk + lane / 16) * token_stride +
-                           static_cast<i64>(item.head) * head_dim + lane % 16 * 8;
-        const u32 target = shared_address(&raw.q[lane / 16][lane % 16 * 8]);
+        const i64 first = (item.begin + chunk_idx * chunk) * token_stride +
+                          static_cast<i64>(item.head) * head_dim;
+        if (item.from != StateOf::Identity) {
+            prefetch_v(inputs.v + first + item.part * v_rows, token_stride, num_rows);
+        }
+
+        // Half a warp to a row, 16 bytes a lane. Rows past the item's end become zeros.
+        RawChunk& raw = smem.raw[slot];
+        const i64 offset = first + lane / 16 * token_stride + lane % 16 * 8;
+        const u32 target = shared_address(raw.q) + raw_offset(lane / 16, lane % 16);
         if (num_rows >= chunk) {
             const u16 *from_q = inputs.q + offset, *from_k = inputs.k + offset,
                       *from_g = inputs.g + offset;
 #pragma unroll
             for (int row = 0; row < chunk; row += 2) {
-                const u32 to = target + row * sizeof(raw.q[0]);
+                const u32 to = target_of(target, row);
                 cp_async_16(to, from_q + row * token_stride, 16);
-                cp_async_16(to + sizeof(RawChunk::q), from_k + row * token_stride, 16);
-                cp_async_16(to + 2 * sizeof(RawChunk::q), from_g + row * token_stride, 16);
+                cp_async_16(to + raw_tile, from_k + row * token_stride, 16);
+                cp_async_16(to + 2 * raw_tile, from_g + row * token_stride, 16);
             }
         } else {
             fetch_tail(target, offset, token_stride, num_rows - lane / 16);
         }
         cp_async_mbarrier_arrive_noinc(shared_address(&smem.raw_full[slot]));
-        prefetch_v(item, chunk_idx);
+    }
+
+    // A lane's place `row` rows, an even number, after its first, which is in row 0 or 1.
+    __device__ static u32 target_of(u32 first, int row) {
+        return (first ^ row % 8 * 16) + row * sizeof(RawChunk::q[0]);
     }
 
     // The last rows of an item, the first num_left, and zeros behind them.
@@ -76,25 +85,21 @@ struct Fetcher {
             const u32 bytes = num_left > 0 ? 16 : 0;
             // A row that is not there is not pointed at either.
             const i64 from = num_left > 0 ? offset : 0;
-            cp_async_16(target, inputs.q + from, bytes);
-            cp_async_16(target + sizeof(RawChunk::q), inputs.k + from, bytes);
-            cp_async_16(target + 2 * sizeof(RawChunk::q), inputs.g + from, bytes);
-            target += 2 * sizeof(u16[raw_row]);
+            const u32 to = target_of(target, row);
+            cp_async_16(to, inputs.q + from, bytes);
+            cp_async_16(to + raw_tile, inputs.k + from, bytes);
+            cp_async_16(to + 2 * raw_tile, inputs.g + from, bytes);
             offset += 2 * token_stride;
             num_left -= 2;
         }
     }
 
-    // Into L2: consumers load rows of v one chunk ahead, and would wait for memory.
-    __device__ void prefetch_v(const Item& item, int chunk_idx) const {
+    // A chunk of v into L2: consumers load its rows one chunk ahead, and would wait for memory.
+    __device__ void prefetch_v(const u16* rows, i64 token_stride, int num_rows) const {
         constexpr int line = v_rows < 64 ? v_rows : 64;  // elements, of no more than 128 bytes
         const int lane = mov_tid_x() % 32;
-        const int row = chunk_idx * chunk + lane * line / v_rows, column = lane * line % v_rows;
-        const i64 first = ((item.begin + row) * work.num_heads + item.head) * head_dim;
-        const bool is_wanted = lane * line < chunk * v_rows && row < item.num_tokens;
-        if (is_wanted && item.from != StateOf::Identity) {
-            prefetch_global_l2(inputs.v + first + item.part * v_rows + column);
-        }
+        const int row = lane * line / v_rows, column = lane * line % v_rows;
+        if (row < min(chunk, num_rows)) prefetch_global_l2(rows + row * token_stride + column);
     }
 
     // Enough for the other solvers to come to their next chunks.

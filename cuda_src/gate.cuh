@@ -53,5 +53,8 @@ __device__ inline Triangle triangle_of_ones(int lane) {
     constexpr u32 low = 0x0c00, high = low << 16;  // 2^-12
     const int row = lane / 4, pair = 2 * (lane % 4);
     const u32 diagonal = (pair <= row ? low : 0) | (pair + 1 <= row ? high : 0);
-    return {{diagonal, high | low, 0, diagonal}};
+    // Through a shuffle, or the compiler makes the constants anew for each product: 12 instructions
+    // a chunk.
+    return {{diagonal, __shfl_sync(~0u, high | low, lane), __shfl_sync(~0u, 0u, lane),
+             __shfl_sync(~0u, diagonal, lane)}};
 }

@@ -187,6 +187,15 @@ __device__ inline void mma_m16n8k16_f16(float (&d)[4], const u32 (&a)[4], u32 b0
           "f"(c[2]), "f"(c[3]));
 }
 
+// acc[16x8] += a[16x8] b[8x8], bf16 in, float32 accumulated.
+__device__ inline void mma_m16n8k8_bf16(float (&acc)[4], u32 a0, u32 a1, u32 b) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+
 // A float32 rounded to tf32, which has 11 bits. Volatile, or it may be done anew for each use.
 __device__ inline float cvt_tf32(float x) {
     u32 rounded;

@@ -34,17 +34,36 @@ __device__ inline void make_scores(float (&a)[2][4], float (&p)[2][4], const Sta
     }
 }
 
+// What this lane's scores are normalised by: of tokens i, rows, and j, pairs of columns.
+struct ScoreNorms {
+    float q[2], beta[2];
+    float2 k[2];
+};
+
+__device__ inline ScoreNorms score_norms(const Stage& stage, const SolverScratch& scratch,
+                                         int lane) {
+    ScoreNorms norms;
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+        const int i = 8 * group + lane / 4, j = 8 * group + 2 * (lane % 4);
+        norms.q[group] = scratch.q_norm[i];
+        norms.beta[group] = stage.beta_norm[i] * lift;
+        norms.k[group] = *reinterpret_cast<const float2*>(&stage.k_norm[j]);
+    }
+    return norms;
+}
+
 // P: the scores of q, normalised.
-__device__ inline void put_p(const float (&scores)[2][4], Stage& stage,
-                             const SolverScratch& scratch, int lane) {
+__device__ inline void put_p(const float (&scores)[2][4], const ScoreNorms& norms, Stage& stage,
+                             int lane) {
     const int row = lane / 4, pair = 2 * (lane % 4);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
         const int i_group = m / 2, j_group = m % 2;
         const int i = 8 * i_group + row, j = 8 * j_group + pair;
         const float* p = &scores[j_group][2 * i_group];
-        const float q_norm = scratch.q_norm[i];
-        const float2 k_norm = *reinterpret_cast<const float2*>(&stage.k_norm[j]);
+        const float q_norm = norms.q[i_group];
+        const float2 k_norm = norms.k[j_group];
         put_core(stage.p.core[i_group][j_group], i >= j ? p[0] * (q_norm * k_norm.x) : 0.0f,
                  i >= j + 1 ? p[1] * (q_norm * k_norm.y) : 0.0f, lane);
     }
@@ -52,15 +71,15 @@ __device__ inline void put_p(const float (&scores)[2][4], Stage& stage,
 
 // Forward substitution in float32, a lane to a column: x_i = [i = j] - sum_{m < i} lower_im x_m.
 // A series in powers of `lower` cancels on nearly equal keys, to nothing in 16 bits; this does not.
-__device__ inline void solve_inverse(const float (&scores)[2][4], Stage& stage,
-                                     SolverScratch& scratch, int lane) {
+__device__ inline void solve_inverse(const float (&scores)[2][4], const ScoreNorms& norms,
+                                     Stage& stage, SolverScratch& scratch, int lane) {
     const int row = lane / 4, pair = 2 * (lane % 4);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
         const int i = 8 * (m / 2) + row, j = 8 * (m % 2) + pair;
         const float* a = &scores[m % 2][m / 2 * 2];
-        const float beta_norm = stage.beta_norm[i] * lift;
-        const float2 norm = *reinterpret_cast<const float2*>(&stage.k_norm[j]);
+        const float beta_norm = norms.beta[m / 2];
+        const float2 norm = norms.k[m % 2];
         *reinterpret_cast<float2*>(&scratch.lower[i][j]) = make_float2(
             i > j ? beta_norm * norm.x * a[0] : 0.0f, i > j + 1 ? beta_norm * norm.y * a[1] : 0.0f);
     }
@@ -112,7 +131,7 @@ __device__ inline int make_again(RawChunk& raw, Stage& stage, float2& k_norm, fl
 }
 
 // One chunk of one head.
-__device__ inline void solve(Shared& smem, u32 index, int num_live, u16 beta_logit,
+__device__ inline void solve(Shared& smem, u32 index, int num_live, float beta_logit,
                              const HeadInputs& inputs, float lower_bound) {
     // Read anew: what hangs on it alone would be kept in registers from chunk to chunk, and spill.
     const int lane = mov_tid_x() % 32;
@@ -121,15 +140,15 @@ __device__ inline void solve(Shared& smem, u32 index, int num_live, u16 beta_log
     SolverScratch& scratch = smem.scratch[index % num_solvers];
     wait_full(smem.raw_full, index);
     float2 sums[2];
-    sums_of_squares(sums, {raw_lane_address(raw.k, lane), raw_lane_address(raw.q, lane)}, lane);
-    const float2 k_sums = sums[0], q_sums = sums[1];
+    sums_of_squares(sums, raw_lane_address(raw.q, lane), lane);
+    const float2 q_sums = sums[0], k_sums = sums[1];
     const bool ordinary = all_ordinary(raw.k, k_sums, lowest_k_sum, lane) &&
                           all_ordinary(raw.q, q_sums, lowest_q_sum, lane);
     // A sum of zero is that of a row of zeros, or make_again is to come.
     float2 k_norm = {k_sums.x > 0.0f ? norm(k_sums.x, 1e-6f) : 0.0f,
                      k_sums.y > 0.0f ? norm(k_sums.y, 1e-6f) : 0.0f};
     float2 q_norm = {norm(q_sums.x, 1e-6f), norm(q_sums.y, 1e-6f)};
-    const float beta = fmaf(0.5f, tanh_approx(0.5f * bf16_low(beta_logit)), 0.5f);
+    const float beta = fmaf(0.5f, tanh_approx(0.5f * beta_logit), 0.5f);
 
     wait_full(smem.factors_full, index);
     // A NaN in g is one in its channel's G_last.
@@ -152,8 +171,9 @@ __device__ inline void solve(Shared& smem, u32 index, int num_live, u16 beta_log
     __syncwarp();
     float a[2][4] = {}, p[2][4] = {};
     make_scores(a, p, stage, lane);
-    put_p(p, stage, scratch, lane);
-    solve_inverse(a, stage, scratch, lane);
+    const ScoreNorms norms = score_norms(stage, scratch, lane);
+    put_p(p, norms, stage, lane);
+    solve_inverse(a, norms, stage, scratch, lane);
     publish();
     arrive(smem.full, index);
 }
@@ -178,13 +198,14 @@ __device__ inline void run_solver(Shared& smem, const Work& work, const Inputs& 
             const bool live = lane < chunk && token < num_tokens;
             return live ? beta[static_cast<i64>(token) * work.num_heads] : u16{0};
         };
-        u16 beta_logit = load_beta(chunk_idx);
+        float beta_logit = bf16_low(load_beta(chunk_idx));
         for (; chunk_idx < items.num_chunks; chunk_idx += num_solvers) {
-            const u16 beta_now = beta_logit;
-            // Not converted yet: that would wait for its load.
-            beta_logit = load_beta(chunk_idx + num_solvers);
-            solve(smem, index, tokens_in_chunk(num_tokens, chunk_idx), beta_now,
+            const u16 next_logit = load_beta(chunk_idx + num_solvers);
+            solve(smem, index, tokens_in_chunk(num_tokens, chunk_idx), beta_logit,
                   items.head_inputs(), lower_bound);
+            // Not before, which would wait for its load, nor later, for all of the fetch.
+            beta_logit = bf16_low(next_logit);
+            keep_in_order(beta_logit);
             fetcher.fetch(index % num_raw);
             index += num_solvers;
         }

@@ -17,20 +17,23 @@ __device__ inline float from_diagonal(float2 numbers, int lane) {
     return lane % 16 < 8 ? low : high;
 }
 
-// Sums of squares of the tokens' rows of some tiles, exact products accumulated in float32: the
-// diagonals of x x^T. Tiles side by side, so that one's latency hides another's.
+// Sums of squares of the tokens' rows of raw tiles that follow each other, exact products
+// accumulated in float32: the diagonals of x x^T. Tiles side by side, so that one's latency hides
+// another's. lane_address: raw_lane_address of the first.
 template <int num_tiles>
-__device__ inline void sums_of_squares(float2 (&sums)[num_tiles], const u32 (&addresses)[num_tiles],
-                                       int lane) {
+__device__ inline void sums_of_squares(float2 (&sums)[num_tiles], u32 lane_address, int lane) {
     float low[num_tiles][4] = {}, high[num_tiles][4] = {};
 #pragma unroll
     for (int k16 = 0; k16 < head_dim / 16; ++k16) {
 #pragma unroll
         for (int tile = 0; tile < num_tiles; ++tile) {
             u32 a[4];
-            ldmatrix_x4(a, addresses[tile] + k16 * 32);
-            mma_m16n8k16_bf16(low[tile], a, a[0], a[2]);
-            mma_m16n8k16_bf16(high[tile], a, a[1], a[3]);
+            ldmatrix_x4(a, (lane_address ^ raw_channels(k16)) + tile * raw_tile);
+            // Eight channels each, whose operands are registers as they were loaded.
+            mma_m16n8k8_bf16(low[tile], a[0], a[1], a[0]);
+            mma_m16n8k8_bf16(high[tile], a[0], a[1], a[1]);
+            mma_m16n8k8_bf16(low[tile], a[2], a[3], a[2]);
+            mma_m16n8k8_bf16(high[tile], a[2], a[3], a[3]);
         }
     }
     const bool odd = lane / 4 % 2;
@@ -51,7 +54,7 @@ __device__ inline bool is_ordinary(float sum, float lowest) {
 }
 
 // Whether all rows are ordinary, or zero. A sum of zero alone does not say that a row is.
-__device__ inline bool all_ordinary(const u16 (&x)[chunk][raw_row], float2 sums, float lowest,
+__device__ inline bool all_ordinary(const u16 (&x)[chunk][head_dim], float2 sums, float lowest,
                                     int lane) {
     const bool high = sums.x < highest_sum && sums.y < highest_sum;
     if (!__all_sync(~0u, !on_diagonal(lane) || high)) return false;
@@ -75,7 +78,7 @@ __device__ inline float norm(float sum_of_squares, float epsilon) {
 // For rows of any finite size: brings those that are not ordinary to a largest element in [1, 2) by
 // a power of two, in place, or nearer to it by 2^70, and returns the norms of the rows as they are
 // then: 0 for rows that hold anything not finite.
-__device__ inline float2 rescale(u16 (&x)[chunk][raw_row], float2 sums, float lowest, int lane) {
+__device__ inline float2 rescale(u16 (&x)[chunk][head_dim], float2 sums, float lowest, int lane) {
     const u32 low = __ballot_sync(~0u, is_ordinary(sums.x, lowest));
     const u32 high = __ballot_sync(~0u, is_ordinary(sums.y, lowest));
     const int row = lane / 2;
@@ -99,7 +102,7 @@ __device__ inline float2 rescale(u16 (&x)[chunk][raw_row], float2 sums, float lo
     __syncwarp();
 
     float2 sums_scaled[1];
-    sums_of_squares(sums_scaled, {raw_lane_address(x, lane)}, lane);
+    sums_of_squares(sums_scaled, raw_lane_address(x, lane), lane);
     const float2 scaled = sums_scaled[0];
     const float power_low = __shfl_sync(~0u, power, 2 * (lane / 4));
     const float power_high = __shfl_sync(~0u, power, 2 * (lane / 4 + 8));
@@ -110,7 +113,7 @@ __device__ inline float2 rescale(u16 (&x)[chunk][raw_row], float2 sums, float lo
 }
 
 // The first of the chunk's tokens that has a NaN in x, or 16.
-__device__ inline int first_nan_token(const u16 (&x)[chunk][raw_row], int lane) {
+__device__ inline int first_nan_token(const u16 (&x)[chunk][head_dim], int lane) {
     const u32* pairs = reinterpret_cast<const u32*>(&x[lane / 2][lane % 2 * 64]);
     bool nan = false;
     for (int i = 0; i < 32; ++i) {

@@ -18,13 +18,13 @@ ROW_ALIGNMENT = 16
 # Bytes of struct Stage, RawChunk, SolverScratch, Item, HeadInputs, of a barrier, and of a warp's
 # sequences.
 _STAGE_BYTES = 18_176
-_RAW_BYTES = 13_056
+_RAW_BYTES = 12_288
 _SCRATCH_BYTES = 1_376
 _ITEM_BYTES = 64
 _HEAD_INPUTS_BYTES = 528
 _BARRIER_BYTES = 8
 _SEQUENCES_BYTES = 32 * 24
-_ALIGNMENT = 128
+_ALIGNMENT = 256
 
 _MOST_SOLVERS = 4
 
