@@ -50,22 +50,23 @@ _WARPS = {
 }
 # Clock cycles that a token of an item takes, by the same; measured on an H200 (docs/log.md).
 _TOKEN_CYCLES = {
-    (True, 128): 148,
-    (True, 64): 118,
+    (True, 128): 142,
+    (True, 64): 102,
     (False, 128): 172,
     (False, 64): 139,
     (False, 32): 136,
 }
 # ... and that pass before a block's first item, and for each item, whatever its length.
-_START_CYCLES = 9_000
-_ITEM_CYCLES = 7_000
-# ... for CUTS, for JOIN with nothing to do, and for a step of its chain.
-_CUTS_CYCLES = 13_000
-_JOIN_CYCLES = 6_500
-_CHAIN_CYCLES = 4_000
+_START_CYCLES = 8_600
+_ITEM_CYCLES = 6_600
+# ... for CUTS, for JOIN with nothing to do, with something, and for a step of its chain.
+_CUTS_CYCLES = 12_000
+_IDLE_JOIN_CYCLES = 5_000
+_JOIN_CYCLES = 21_000
+_CHAIN_CYCLES = 4_800
 # Of a token of joined items beside others; and tokens whose outputs JOIN adds up in a cycle.
 _JOINED_COST = 1.12
-_OUTPUTS_PER_CYCLE = 1.3
+_OUTPUTS_PER_CYCLE = 2.4
 # A segment begins with the tokens before it that make its state: 32 or 48 where the gate is fast.
 _WARM_UP = 40
 # Segments are made of pairs of chunks, so that few lengths are thought of; and at least so long.
@@ -319,15 +320,15 @@ def launch(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> Plan
 
 
 def _num_output_blocks(segments: Segments, shape: Shape, gpu: Gpu) -> int:
-    """Blocks of JOIN that add up outputs. As many as the GPU holds beside the chains, if none then
-    has more than two tiles: those have fetched the first when its state is ready. Else all that it
-    holds, some of which begin as chains end.
+    """Blocks of JOIN that add up outputs. One for each tile, but no more than the GPU holds beside
+    the chains, if none then has more than two tiles: those have fetched the first when its state is
+    ready. Else all that it holds, some of which begin as chains end.
     """
-    num_items = _num_slots(segments, shape) * shape.num_heads / segments.join_every
+    num_items = math.ceil(_num_slots(segments, shape) * shape.num_heads / segments.join_every)
     num_tiles = num_items * math.ceil(segments.join_every * segments.length / _TILE_TOKENS)
     num_blocks = _JOIN_BLOCKS * gpu.num_sms
     num_beside = num_blocks - shape.num_sequences * shape.num_heads * _NUM_CHAIN_PARTS
-    return num_beside if num_tiles <= 2 * num_beside else num_blocks
+    return min(num_tiles, num_beside) if num_tiles <= 2 * num_beside else num_blocks
 
 
 def _segments(variant: Variant, shape: Shape, gpu: Gpu) -> Iterator[Segments]:
@@ -419,7 +420,7 @@ def _cycles_of(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> 
     slow += busy * variant.token_cycles * _JOINED_COST
     num_outputs = shape.num_sequences * shape.num_heads * (total - first_joined * length)
     join = num_joined * _CHAIN_CYCLES + num_outputs / _OUTPUTS_PER_CYCLE
-    return fast + _JOIN_CYCLES, _CUTS_CYCLES + slow + join + _JOIN_CYCLES
+    return fast + _IDLE_JOIN_CYCLES, _CUTS_CYCLES + slow + join + _JOIN_CYCLES
 
 
 def _cycles(variant: Variant, num_rounds: float, length: float) -> float:

@@ -391,13 +391,13 @@ def order(segments: plan.Segments) -> list[str]:
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, "int32"])
-@pytest.mark.parametrize("num_tokens", [0, T, 1024, 8192, 100_000])
+@pytest.mark.parametrize("num_tokens", [0, T, 4096, 8192, 100_000])
 def test_fwd_launches_what_is_planned(fake, num_tokens, cu_seqlens):
     given = {"initial_state": None, "final_state": None, "cu_seqlens": cu_seqlens}
     cukda.fwd(**arguments(num_tokens, **given))
     num_sequences = 1 if cu_seqlens is None else N
     expected = planned(num_sequences, num_tokens, cu_seqlens)
-    assert (expected.segments.length > 0) == (num_tokens >= 1024)
+    assert (expected.segments.length > 0) == (num_tokens >= 4096)
     assert [each.entry for each in fake.work] == order(expected.segments)
 
     kernels = {

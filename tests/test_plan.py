@@ -152,7 +152,7 @@ def check_segments(segments, shape):
 def check_helpers(launch, shape, gpu):
     """A block of CUTS for each slot and head; of JOIN for each chain, of 16 rows of a state, and
     for outputs as many as run at once, or, where two tiles of 96 tokens each suffice, as many as
-    run beside the chains. None where there is nothing to cut, or to join.
+    run beside the chains, but one for each tile. None where there is nothing to cut, or to join.
     """
     segments = launch.segments
     assert launch.cuts_grid == (launch.num_slots * shape.num_heads if segments.length else 0)
@@ -161,10 +161,10 @@ def check_helpers(launch, shape, gpu):
         assert launch.join_grid == 0
         return
     at_once = 2 * gpu.num_sms
-    num_joined = launch.num_slots * shape.num_heads / segments.join_every
+    num_joined = -(-launch.num_slots * shape.num_heads // segments.join_every)
     num_tiles = num_joined * -(-segments.join_every * segments.length // 96)
     few = num_tiles <= 2 * (at_once - num_chains)
-    assert launch.join_grid == (at_once if few else num_chains + at_once)
+    assert launch.join_grid == (min(at_once, num_chains + num_tiles) if few else num_chains + at_once)
 
 
 def check_workspace(launch, shape):
