@@ -26,8 +26,8 @@ constexpr int num_raw = NUM_RAW;
 static_assert(num_raw % num_solvers == 0);
 
 // Rows as they come, in pieces of eight channels: piece p of row t is at p ^ t % 8. So the same
-// piece of eight rows, which ldmatrix reads, is in eight bank groups, and a row fills its 256 bytes:
-// padded ones took two and a half times as many cycles to be written (ncu).
+// piece of eight rows, which ldmatrix reads, is in eight bank groups, and a row fills its 256
+// bytes: padded ones took two and a half times as many cycles to be written (ncu).
 struct RawChunk {  // 12,288 bytes
     alignas(256) u16 q[chunk][head_dim];
     u16 k[chunk][head_dim];

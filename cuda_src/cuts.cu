@@ -100,18 +100,18 @@ __device__ inline float log2_left_by_chunk(const CutSource& source, int before) 
 // g, k: bf16 [B, T, H, 128]; A_log: fp32 [H] or null; dt_bias: fp32 [H, 128] or null; cu_seqlens
 // to num_slots, begins and counts: see struct Work. Where a sequence is not cut it is joined, from
 // segment first_joined on, at every join_every-th (0: nowhere). Writes begins [num_slots, H], and
-// zeros to counts [3] and, if it is there, to ready [num_slots, H].
+// zeros to counts and, if it is there, to ready [num_slots, H].
 extern "C" __global__ void __launch_bounds__(scout_threads, 4)
     kda_cuts(const u16* g, const u16* k, const float* A_log, const float* dt_bias,
              float lower_bound, const void* cu_seqlens, int cu_seqlens_bytes, int num_sequences,
              i64 num_tokens, int num_heads, int segment, u32 num_slots, int first_joined,
-             int join_every, Begin* begins, u32* counts, u32* ready) {
+             int join_every, Begin* begins, Counts* counts, u32* ready) {
     __shared__ float left[scout_warps];
     const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens,
                        num_heads,  segment,          num_slots,     begins};
     const u32 slot = blockIdx.x / num_heads;
     const int head = static_cast<int>(blockIdx.x - slot * num_heads);
-    if (blockIdx.x == 0 && threadIdx.x < num_counts) counts[threadIdx.x] = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *counts = {};
     if (ready && threadIdx.x == 0) ready[blockIdx.x] = 0;
     const Segment mine = work.segment_of(slot, work.lane_sequence());
     if (mine.index <= 0 || mine.index >= mine.num_segments) {

@@ -14,7 +14,7 @@
 
 #include "chunk.cuh"
 #include "gate.cuh"
-#include "work.cuh"
+#include "items.cuh"
 
 constexpr int warp_tiles = head_dim / 16 / num_factor_warps;  // tiles of 16 channels a warp makes
 

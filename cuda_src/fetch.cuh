@@ -5,7 +5,7 @@
 #pragma once
 
 #include "chunk.cuh"
-#include "work.cuh"
+#include "items.cuh"
 
 // What solvers read of global memory.
 struct Inputs {

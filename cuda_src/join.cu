@@ -31,14 +31,14 @@ static_assert(sizeof(JoinShared) == 51472 && join_threads == 256 && num_chain_pa
 extern "C" __global__ void __launch_bounds__(join_threads, 2)
     kda_join(float scale, u16* out, void* final_state, StateKind final_kind, const void* cu_seqlens,
              int cu_seqlens_bytes, int num_sequences, i64 num_tokens, int num_heads, int segment,
-             u32 num_slots, int join_every, const Begin* begins, u32* counts, float* locals,
+             u32 num_slots, int join_every, const Begin* begins, Counts* counts, float* locals,
              float* transfers, float* partials, u32* ready) {
     extern __shared__ __align__(128) unsigned char storage[];
     JoinShared& smem = *reinterpret_cast<JoinShared*>(storage);
     const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens, num_heads, segment,
                        num_slots,  begins,           locals,        transfers,  partials,  counts};
-    if (counts[2] == 0) return;
-    if (threadIdx.x == 0) smem.number = atomicAdd(counts + 1, 1);
+    if (!counts->any_joined) return;
+    if (threadIdx.x == 0) smem.number = atomicAdd(&counts->join_blocks, 1);
     if (threadIdx.x < 32) smem.sequences[threadIdx.x] = work.lane_sequence();
     __syncthreads();
     const u32 number = smem.number;

@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(num_threads, 1)
             const void* initial_state, StateKind initial_kind, void* final_state,
             StateKind final_kind, const void* cu_seqlens, int cu_seqlens_bytes, int num_sequences,
             i64 num_tokens, int num_heads, int segment, u32 num_slots, const Begin* begins,
-            u32* counts, float* locals, float* transfers, float* partials) {
+            Counts* counts, float* locals, float* transfers, float* partials) {
     extern __shared__ __align__(256) unsigned char storage[];
     Shared& smem = *reinterpret_cast<Shared*>(storage);
     const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens, num_heads, segment,

@@ -7,9 +7,9 @@
 #pragma once
 
 #include "chunk.cuh"
+#include "items.cuh"
 #include "rows.cuh"
 #include "split.cuh"
-#include "work.cuh"
 
 constexpr int k_tiles = head_dim / 8;
 

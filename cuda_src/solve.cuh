@@ -9,8 +9,8 @@
 #include "chunk.cuh"
 #include "factors.cuh"
 #include "fetch.cuh"
+#include "items.cuh"
 #include "tokens.cuh"
-#include "work.cuh"
 
 // a[16 x 16] = (k e^G)(k e^-G)^T and p[16 x 16] = (q e^G)(k e^-G)^T, by one warp.
 __device__ inline void make_scores(float (&a)[2][4], float (&p)[2][4], const Stage& stage,

@@ -1,0 +1,97 @@
+// What a block works on, item after item: segments of a sequence from one begin to the next, of one
+// head, and of it a part of the state's rows.
+#pragma once
+
+#include "chunk.cuh"
+#include "work.cuh"
+
+// The block's next item, from a round, or a walk, on. num_chunks is 0 when there are no more. By a
+// whole warp.
+__device__ inline Item find_item(const Work& work, const LaneSequence (&sequences)[32], u32& round,
+                                 Walk& walk) {
+    constexpr u32 num_parts = head_dim / v_rows;
+    // Read anew, here and below: a register that a solver would keep from chunk to chunk.
+    const int lane = mov_tid_x() % 32;
+    u32 number, part;
+    if (work.segment) {
+        // Which segments are work is not known before: whoever has time takes the next.
+        if (lane == 0) part = atomicAdd(&work.counts->items, 1);
+        part = __shfl_sync(~0u, part, 0);
+        number = find_piece(work, walk, part, [](Begin begin) {
+            return begin == goes_on ? 0 : begin == is_joined ? 2 * num_parts : num_parts;
+        });
+    } else {
+        // To and fro: who had the longest of one round has the shortest of the next.
+        const u32 place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+        const u32 all = round * gridDim.x + place;
+        ++round;
+        number = min(all / num_parts, work.num_states());
+        part = all % num_parts;
+    }
+    if (number == work.num_states()) return {};
+
+    const u32 slot = number / work.num_heads;
+    const int head = static_cast<int>(number - slot * work.num_heads);
+    const Begin lane_begin = work.segment ? work.lane_begin(slot, head) : is_first;
+    const Segment segment = work.segment_of(slot, sequences[lane]);
+    const Begin begin = static_cast<Begin>(__shfl_sync(~0u, lane_begin, 0));
+    const NextBegin next = work.next_begin(slot, segment, head, lane_begin);
+    const i64 end = next.index;
+    const bool is_last = end == segment.num_segments;
+    const i64 last_slot = slot + end - segment.index - 1;
+    const bool is_transfer = part >= num_parts;
+    // To the next segment, or to a final state that join.cu works out.
+    const bool is_joined_on = (is_last ? begin : next.begin) == is_joined;
+    const int warm_up = begin <= most_cut ? chunk * begin : 0;
+    const i64 first = segment.index * work.segment;
+    // Bounds that overlap may leave a sequence fewer slots than it has segments.
+    const i64 last = work.segment ? min(segment.length, end * work.segment) : segment.length;
+    Item item;
+    item.head = head;
+    item.part = static_cast<int>(part % num_parts);
+    item.from = is_transfer          ? StateOf::Identity
+                : begin == is_joined ? StateOf::Zero
+                : begin == is_first  ? StateOf::Caller
+                                     : StateOf::Nobody;
+    item.from_matrix = segment.sequence * work.num_heads + head;
+    item.to = is_transfer    ? StateOf::Transfer
+              : is_joined_on ? StateOf::Local
+              : is_last      ? StateOf::Caller
+                             : StateOf::Nobody;
+    item.to_matrix =
+        item.to == StateOf::Caller ? item.from_matrix : last_slot * work.num_heads + head;
+    if (is_transfer && lane == 0) work.counts->any_joined = 1;
+    item.begin = segment.begin + first - warm_up;
+    item.num_tokens = static_cast<int>(last - first) + warm_up;
+    // One without tokens has a chunk too, in which nothing happens.
+    item.num_chunks = max(1, (item.num_tokens + chunk - 1) / chunk);
+    item.num_written = begin == is_joined ? 0 : item.num_chunks - warm_up / chunk;
+    item.first_partial = begin == is_joined ? work.first_partial(slot, head, is_transfer) : -1;
+    return item;
+}
+
+// The items of a block, as each kind of warp meets them: for (Items items(smem); items.next();)
+struct Items {
+    Shared& smem;
+    u32 count = 0;
+    // Of the item. Shuffled, so that the compiler knows it for one number of the warp, and with it
+    // all that is counted up to it: descriptors and addresses stay out of the vector registers.
+    int num_chunks = 0;
+
+    __device__ explicit Items(Shared& shared) : smem(shared) {}
+
+    // To the next item, once the first solver has found it; false when there is none.
+    __device__ bool next() {
+        if (count > 0) arrive(smem.item_empty, count - 1);
+        wait_full(smem.item_full, count);
+        ++count;
+        num_chunks = __shfl_sync(~0u, item().num_chunks, 0);
+        return num_chunks > 0;
+    }
+
+    // Until next().
+    __device__ const Item& item() const { return smem.item[(count - 1) % num_item_slots]; }
+    __device__ const HeadInputs& head_inputs() const {
+        return smem.head_inputs[(count - 1) % num_item_slots];
+    }
+};
