@@ -5,33 +5,43 @@
 #include "chunk.cuh"
 #include "work.cuh"
 
-// The block's next item, from a round, or a walk, on. num_chunks is 0 when there are no more. By a
-// whole warp.
-__device__ inline Item find_item(const Work& work, const LaneSequence (&sequences)[32], u32& round,
-                                 Walk& walk) {
-    constexpr u32 num_parts = head_dim / v_rows;
-    // Read anew, here and below: a register that a solver would keep from chunk to chunk.
-    const int lane = mov_tid_x() % 32;
-    u32 number, part;
+// What an item is, by numbers: of a begin (work.cuh) one of its parts, v_rows of a state each; of a
+// joined one the parts behind num_parts are those of the transfer.
+struct Piece {
+    u32 begin, part;
+};
+constexpr u32 num_parts = head_dim / v_rows;
+
+// The block's next piece of work, from a round, or a walk, on; one of begin num_states when there
+// are no more. By a whole warp.
+__device__ inline Piece next_piece(const Work& work, u32& round, Walk& walk) {
     if (work.segment) {
         // Which segments are work is not known before: whoever has time takes the next.
-        if (lane == 0) part = atomicAdd(&work.counts->items, 1);
-        part = __shfl_sync(~0u, part, 0);
-        number = find_piece(work, walk, part, [](Begin begin) {
+        u32 rank;
+        if (mov_tid_x() % 32 == 0) rank = atomicAdd(&work.counts->items, 1);
+        rank = __shfl_sync(~0u, rank, 0);
+        const u32 begin = find_piece(work, walk, rank, [](Begin begin) {
             return begin == goes_on ? 0 : begin == is_joined ? 2 * num_parts : num_parts;
         });
-    } else {
-        // To and fro: who had the longest of one round has the shortest of the next.
-        const u32 place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-        const u32 all = round * gridDim.x + place;
-        ++round;
-        number = min(all / num_parts, work.num_states());
-        part = all % num_parts;
+        return {begin, rank};
     }
-    if (number == work.num_states()) return {};
+    // To and fro: who had the longest of one round has the shortest of the next.
+    const u32 place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const u32 all = round * gridDim.x + place;
+    ++round;
+    return {min(all / num_parts, work.num_states()), all % num_parts};
+}
 
-    const u32 slot = number / work.num_heads;
-    const int head = static_cast<int>(number - slot * work.num_heads);
+// The block's next item; num_chunks is 0 when there are no more. By a whole warp.
+__device__ inline Item find_item(const Work& work, const LaneSequence (&sequences)[32], u32& round,
+                                 Walk& walk) {
+    const Piece piece = next_piece(work, round, walk);
+    if (piece.begin == work.num_states()) return {};
+
+    // Read anew, as in next_piece: a register that a solver would keep from chunk to chunk.
+    const int lane = mov_tid_x() % 32;
+    const u32 slot = piece.begin / work.num_heads;
+    const int head = static_cast<int>(piece.begin - slot * work.num_heads);
     const Begin lane_begin = work.segment ? work.lane_begin(slot, head) : is_first;
     const Segment segment = work.segment_of(slot, sequences[lane]);
     const Begin begin = static_cast<Begin>(__shfl_sync(~0u, lane_begin, 0));
@@ -39,7 +49,7 @@ __device__ inline Item find_item(const Work& work, const LaneSequence (&sequence
     const i64 end = next.index;
     const bool is_last = end == segment.num_segments;
     const i64 last_slot = slot + end - segment.index - 1;
-    const bool is_transfer = part >= num_parts;
+    const bool is_transfer = piece.part >= num_parts;
     // To the next segment, or to a final state that join.cu works out.
     const bool is_joined_on = (is_last ? begin : next.begin) == is_joined;
     const int warm_up = begin <= most_cut ? chunk * begin : 0;
@@ -48,7 +58,7 @@ __device__ inline Item find_item(const Work& work, const LaneSequence (&sequence
     const i64 last = work.segment ? min(segment.length, end * work.segment) : segment.length;
     Item item;
     item.head = head;
-    item.part = static_cast<int>(part % num_parts);
+    item.part = static_cast<int>(piece.part % num_parts);
     item.from = is_transfer          ? StateOf::Identity
                 : begin == is_joined ? StateOf::Zero
                 : begin == is_first  ? StateOf::Caller
