@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -52,7 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
             report["run"] = _run_on_gpu(report["installed"]["best_gpu"])
         else:
             report["run"] = _run_on_cpu()
-    # Whatever goes wrong is what this command is there to tell.
+    except BrokenPipeError:
+        raise
+    # Whatever else goes wrong is what this command is there to tell.
     except Exception as error:
         report["run"] = {"ok": False, "error": f"{type(error).__name__}: {error}"}
     print(json.dumps(report, indent=1) if options.json else _run_text(report["run"]))
@@ -348,7 +351,8 @@ def _installed_text(found: dict) -> str:
         return ", ".join(f"{name} {found[name] or 'missing'}" for name in names)
 
     lines = [f"cukda {found['cukda']}, {packages('python', 'numpy', 'ml_dtypes', 'torch')}"]
-    lines.append(f"{packages('cupy', 'nvrtc')}, kernel cache {found['cache']}")
+    cache = f", kernel cache {found['cache']}" if found["cupy"] else ""
+    lines.append(packages("cupy", "nvrtc") + cache)
     if found["no_nvrtc_because"]:
         lines.append(found["no_nvrtc_because"])
     for ordinal, gpu in enumerate(found["gpus"]):
@@ -385,4 +389,11 @@ def _error_text(error: float | None, limit: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads has gone, as `head` does; the interpreter is not to flush once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

@@ -182,7 +182,9 @@ def real(name: str, value: object) -> float:
         try:
             return float(value)
         except OverflowError:
-            raise ValueError(f"{name}: expected a number in float's range, got {value}") from None
+            # Not the number: Python does not print one of more than 4300 digits.
+            got = f"an int of {value.bit_length()} bits"
+            raise ValueError(f"{name}: expected a number in float's range, got {got}") from None
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if not isinstance(value, np.ndarray) and not hasattr(value, "__dlpack__"):

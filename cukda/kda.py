@@ -141,9 +141,11 @@ def _checked(
         check(A_log, _FP32, (num_heads,), device, 4)
     if dt_bias is not None:
         dt_bias = view("dt_bias", dt_bias, stream)
-        flat = len(dt_bias.shape) == 1
-        bias_shape = (num_heads * head_dim,) if flat else (num_heads, head_dim)
-        check(dt_bias, _FP32, bias_shape, device, 4)
+        by_head, flat = (num_heads, head_dim), (num_heads * head_dim,)
+        if dt_bias.dtype in _FP32 and dt_bias.shape not in (by_head, flat):
+            got = tuple(dt_bias.shape)
+            raise ValueError(f"dt_bias: expected shape {by_head} or {flat}, got {got}")
+        check(dt_bias, _FP32, dt_bias.shape, device, 4)
     lower_bound = arrays.real("lower_bound", lower_bound)
     if not _LOWEST_BOUND <= lower_bound <= 0:
         raise ValueError(f"lower_bound: expected a number in [-5, 0], got {lower_bound}")

@@ -256,7 +256,8 @@ def variants() -> tuple[Variant, ...]:
     )
 
 
-# Shapes repeat from call to call; looking a plan up takes 0.2 us where making it anew takes 3.
+# Shapes repeat from call to call: looking a plan up takes 0.2 us, making one of a known choice 5 to
+# 9, and the choice itself up to 3 ms.
 @functools.lru_cache(maxsize=1024)
 def plan(shape: Shape, gpu: Gpu) -> Plan:
     """The launch for a call, from its shapes alone: how V is split over blocks, and where sequences

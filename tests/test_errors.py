@@ -183,10 +183,9 @@ def wrong_shapes(shape):
 def test_shape(library, name, packed, wrong):
     dtype = ARRAYS[name][1].split()[-1]
     shape = shape_of(name, packed)
-    if name == "dt_bias" and len(wrong) == 1:
-        shape = (H * D,)
+    expected = f"{shape} or {(H * D,)}" if name == "dt_bias" else shape
     call = arguments(library, packed) | {name: library.full(wrong, dtype)}
-    refused(call, ValueError, f"{name}: expected shape {shape}, got {wrong}")
+    refused(call, ValueError, f"{name}: expected shape {expected}, got {wrong}")
 
 
 @pytest.mark.parametrize("wrong", [(T, H, D), (B, T, H, 64), (B, T, H, D, 1), (D,), ()])
@@ -198,12 +197,9 @@ def test_shape_of_q(library, wrong):
 def test_dt_bias_of_either_shape(library):
     call = arguments(library)
     cukda.fwd(**(call | {"dt_bias": library.full((H * D,), "float32")}))
-    wrong = library.full((D, H), "float32")
-    message = f"dt_bias: expected shape {(H, D)}, got {(D, H)}"
-    refused(call | {"dt_bias": wrong}, ValueError, message)
-    wrong = library.full((H * D + 1,), "float32")
-    message = f"dt_bias: expected shape {(H * D,)}, got {(H * D + 1,)}"
-    refused(call | {"dt_bias": wrong}, ValueError, message)
+    for wrong in (D, H), (H * D + 1,), (), (1, H, D):
+        message = f"dt_bias: expected shape {(H, D)} or {(H * D,)}, got {wrong}"
+        refused(call | {"dt_bias": library.full(wrong, "float32")}, ValueError, message)
 
 
 @pytest.mark.parametrize("name", ["q", "cu_seqlens"])

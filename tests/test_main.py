@@ -50,6 +50,17 @@ def test_as_a_program():
     assert ("copy_share" in report["run"]) == on_gpu
 
 
+def test_whoever_reads_may_leave():
+    """As `head` does. Nothing is said of it: no traceback, no word when the interpreter ends."""
+    command = [sys.executable, "-m", "cukda"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **streams) as process:
+        process.stdout.close()
+        words = process.stderr.read()
+    assert process.returncode == 1
+    assert "Error" not in words and "Exception" not in words
+
+
 def test_cache_folder_that_cannot_be_made(tmp_path):
     """Under a file no folder can be made, not even by root."""
     (tmp_path / "file").touch()

@@ -164,7 +164,8 @@ def check_helpers(launch, shape, gpu):
     num_joined = -(-launch.num_slots * shape.num_heads // segments.join_every)
     num_tiles = num_joined * -(-segments.join_every * segments.length // 96)
     few = num_tiles <= 2 * (at_once - num_chains)
-    assert launch.join_grid == (min(at_once, num_chains + num_tiles) if few else num_chains + at_once)
+    most = min(at_once, num_chains + num_tiles) if few else num_chains + at_once
+    assert launch.join_grid == most
 
 
 def check_workspace(launch, shape):
