@@ -128,15 +128,17 @@ def caption(result: dict) -> str:
 
 
 def standing(result: dict, cases: dict[str, Case]) -> str:
-    """In how many cases ours is faster than what it is compared with, in a sentence."""
+    """In how many cases ours is faster than what it is compared with, in a sentence; and which are
+    above their bars.
+    """
     times = [(row["ms"], cases[name]) for name, row in result["bench"].items()]
     faster = sum(ms < case.flashkda_ms for ms, case in times)
     best = sum(ms < case.best_peer_ms for ms, case in times)
-    met = sum(ms <= case.bar_ms for ms, case in times)
+    above = [name for name, row in result["bench"].items() if row["ms"] > cases[name].bar_ms]
     return (
         f"Of {len(times)} cases, ours is faster than FlashKDA in {faster}, faster than the best "
-        f"peer in {best}, and at or under the bar in {met}."
-    )
+        f"peer in {best}, and at or under the bar in {len(times) - len(above)}."
+    ) + (f" Above it: {', '.join(above)}." if above else "")
 
 
 def extras(result: dict) -> list[str]:
