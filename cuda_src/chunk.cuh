@@ -25,9 +25,9 @@ static_assert(num_threads == NUM_THREADS, "cukda/plan.py launches another block"
 constexpr int num_raw = NUM_RAW;
 static_assert(num_raw % num_solvers == 0);
 
-// Rows as they come, in pieces of eight channels: piece p of row t is at p ^ t % 8. So the same
-// piece of eight rows, which ldmatrix reads, is in eight bank groups, and a row fills its 256
-// bytes: padded ones took two and a half times as many cycles to be written (ncu).
+// Rows as they come, in pieces of eight channels: piece p of row t is at p ^ t % 8, in its own half
+// of the row. So the same piece of eight rows, which ldmatrix reads, is in eight bank groups, and
+// a row fills its 256 bytes: padded ones took 2.6 times as many cycles to be written (ncu).
 struct RawChunk {  // 12,288 bytes
     alignas(256) u16 q[chunk][head_dim];
     u16 k[chunk][head_dim];

@@ -34,7 +34,8 @@ __device__ inline void make_scores(float (&a)[2][4], float (&p)[2][4], const Sta
     }
 }
 
-// What this lane's scores are normalised by: of tokens i, rows, and j, pairs of columns.
+// What this lane's scores are normalised by: of tokens i, rows, and j, pairs of columns. All loaded
+// at once; where they were wanted, behind stores, each load was waited for.
 struct ScoreNorms {
     float q[2], beta[2];
     float2 k[2];
