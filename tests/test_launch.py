@@ -159,7 +159,7 @@ def counts_bytes() -> int:
     return int(num_bytes)
 
 
-def test_counts_are_as_many_as_the_source_says():
+def test_counts_have_room():
     assert counts_bytes() <= plan._COUNTS_BYTES
 
 

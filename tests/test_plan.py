@@ -63,7 +63,7 @@ def whole(num_sequences, num_heads):
 
 
 def num_items(launch, shape):
-    """The most that struct Work of cuda_src/work.cuh counts: joined segments are two each."""
+    """The most that blocks may count (cuda_src/items.cuh): joined segments are two each."""
     each = 2 if launch.segments.join_every else 1
     return each * launch.num_slots * shape.num_heads * launch.variant.num_parts
 
@@ -152,7 +152,8 @@ def check_segments(segments, shape):
 def check_helpers(launch, shape, gpu):
     """A block of CUTS for each slot and head; of JOIN for each chain, of 16 rows of a state, and
     for outputs as many as run at once, or, where two tiles of 96 tokens each suffice, as many as
-    run beside the chains, but one for each tile. None where there is nothing to cut, or to join.
+    run beside the chains, but no more than one for each tile. None where there is nothing to cut,
+    or to join.
     """
     segments = launch.segments
     assert launch.cuts_grid == (launch.num_slots * shape.num_heads if segments.length else 0)
