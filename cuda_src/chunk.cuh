@@ -67,31 +67,34 @@ constexpr float lift_log2 = 12.0f, lift = 0x1p12f;
 struct Stage {                       // 18,176 bytes
     Factor<4> kq_in;                 // token groups 0, 1: k e^G lift; 2, 3: q e^G lift
     Factor<2> k_inverse;             // k e^-G / lift
-    Factor<2> k_out;                 // k e^(G_last - G)
-    Square inverse;                  // (I + diag(beta) A)^-1
-    Square p;                        // q k^T e^(G_i - G_j), i >= j, q and k normalised
+    Factor<2> k_out;                 // k e^(G_last - G) lift
+    Square inverse;                  // (I + A diag(beta))^-1, columns contiguous
+    Square p;                        // q k^T e^(G_i - G_j) diag(beta) lift, i >= j, k normalised
     float4 decay[head_dim / 16][4];  // e^G_last of channels 16 i + 2 j + (0, 1, 8, 9)
-    float beta[chunk];
-    float beta_norm[chunk];  // beta k_norm / lift; NaN from the first token on that is not finite
-    float k_norm[chunk];
-    float q_norm[chunk];  // q_norm / lift
+    // NaN from the first token on that is not finite.
+    float k_norm[chunk];     // k_norm / lift
+    float beta_norm[chunk];  // beta k_norm / lift
+    float q_norm[chunk];     // scale q_norm / lift
 };
 
-// Where its matrices begin, in bytes; there is no offsetof without the standard library.
+// Where its parts begin, in bytes; there is no offsetof without the standard library.
 constexpr u32 kq_in_at = 0, k_inverse_at = kq_in_at + sizeof(Stage::kq_in),
               k_out_at = k_inverse_at + sizeof(Stage::k_inverse),
               inverse_at = k_out_at + sizeof(Stage::k_out),
-              p_at = inverse_at + sizeof(Stage::inverse);
+              p_at = inverse_at + sizeof(Stage::inverse), decay_at = p_at + sizeof(Stage::p),
+              k_norm_at = decay_at + sizeof(Stage::decay),
+              beta_norm_at = k_norm_at + sizeof(Stage::k_norm),
+              q_norm_at = beta_norm_at + sizeof(Stage::beta_norm);
 
 // Whose state an item begins or ends with: nobody's (zero, or dropped), the caller's; a segment's
 // local state or transfer, for join.cu. The last two are what such items begin with.
 enum class StateOf { Nobody, Caller, Local, Transfer, Identity, Zero };
 
-// What a block works on at a time (work.cuh).
+// What a block works on at a time (items.cuh).
 struct Item {
     i64 begin;                   // the first row of [B * T]
     i64 from_matrix, to_matrix;  // where among those states its own are, in states of [128 x 128]
-    i64 first_partial;           // of its chunks in partials (work.cuh), or -1
+    i64 partials_end;            // where its chunks end in partials (work.cuh), or 0
     StateOf from, to;
     int head, part;  // part: which v_rows of the state
     int num_tokens, num_chunks;
@@ -148,9 +151,8 @@ struct FetchState {
     Walk walk;
 };
 
-struct SolverScratch {                   // 1,376 bytes
-    alignas(16) float lower[chunk][20];  // diag(beta) A; rows padded to 80 bytes
-    float q_norm[chunk];
+struct SolverScratch {                   // 1,312 bytes
+    alignas(16) float lower[chunk][20];  // A diag(beta); rows padded to 80 bytes
     FetchState fetch;  // not in registers, which a solver has none to spare of from chunk to chunk
 };
 

@@ -30,8 +30,7 @@ __device__ inline void warp_sums(float (&x)[size]) {
 struct CutSource {
     const u16 *g, *k;
     i64 token_stride;
-    float bias[4];
-    HeadGate gate;
+    float A_log, bias[4], lower_bound;
 };
 
 // A bound on what a chunk leaves of a state: log2 of the largest element after it where all were at
@@ -50,6 +49,16 @@ __device__ inline float log2_left_by_chunk(const CutSource& source, int before) 
         g[t] = *reinterpret_cast<const uint2*>(source.g + at + t * source.token_stride);
         k[t] = *reinterpret_cast<const uint2*>(source.k + at + t * source.token_stride);
     }
+    // Not before, or the loads of g and k would wait for those of the gate.
+    float A_log = source.A_log, bias[num_channels];
+    keep_in_order(A_log);
+    const HeadGate gate = head_gate(A_log, source.lower_bound);
+#pragma unroll
+    for (int c = 0; c < num_channels; ++c) {
+        bias[c] = source.bias[c];
+        keep_in_order(bias[c]);
+        bias[c] = channel_bias(bias[c]);
+    }
     // Two tokens to an exchange of sums between the lanes.
 #pragma unroll
     for (int t = 0; t < chunk; t += 2) {
@@ -67,8 +76,8 @@ __device__ inline float log2_left_by_chunk(const CutSource& source, int before) 
         float carried[num_channels];  // |k_0| e^a_1
 #pragma unroll
         for (int c = 0; c < num_channels; ++c) {
-            const float decay = ex2_approx(log2_decay(g1[c], source.bias[c], source.gate));
-            bound[c] *= ex2_approx(log2_decay(g0[c], source.bias[c], source.gate));
+            const float decay = ex2_approx(log2_decay(g1[c], bias[c], gate));
+            bound[c] *= ex2_approx(log2_decay(g0[c], bias[c], gate));
             sums[0] = fmaf(bound[c], fabsf(k0[c]), sums[0]);
             bound[c] *= decay;
             sums[1] = fmaf(bound[c], fabsf(k1[c]), sums[1]);
@@ -125,12 +134,9 @@ extern "C" __global__ void __launch_bounds__(scout_threads, 4)
     const i64 column = static_cast<i64>(head) * head_dim + threadIdx.x % 32 * 4;
     const i64 token_stride = static_cast<i64>(num_heads) * head_dim;
     const i64 offset = (mine.begin + cut) * token_stride + column;
-    CutSource source = {g + offset,
-                        k + offset,
-                        token_stride,
-                        {},
-                        head_gate(A_log ? A_log[head] : 0.0f, lower_bound)};
-    for (int c = 0; c < 4; ++c) source.bias[c] = channel_bias(dt_bias ? dt_bias[column + c] : 0.0f);
+    CutSource source = {g + offset, k + offset, token_stride, A_log ? A_log[head] : 0.0f,
+                        {},         lower_bound};
+    for (int c = 0; c < 4; ++c) source.bias[c] = dt_bias ? dt_bias[column + c] : 0.0f;
 
     // What is left by each chunk multiplies.
     float log2_left = 0.0f;

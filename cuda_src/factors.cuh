@@ -1,7 +1,7 @@
 // Factor warps: raw q, k, g of a chunk -> the channel factors.
 //
 // With G the running sum of the gate over the chunk's tokens (base 2 throughout):
-//   kq_in = [k e^G; q e^G] lift    k_inverse = k e^-G / lift    k_out = k e^(G_last - G)
+//   kq_in = [k e^G; q e^G] lift    k_inverse = k e^-G / lift    k_out = k e^(G_last - G) lift
 //   decay = e^G_last
 // q and k are as they came: their norms are numbers of a token, and so left to the solvers, who
 // also see to the rare chunk in which q or k is so large or small, or anything not finite, that
@@ -73,10 +73,10 @@ __device__ inline void make_factors(const RawChunk& raw, const Gate& gate, int n
     u32 frag_g[warp_tiles][4], frag_k[warp_tiles][4], frag_q[warp_tiles][4];
 #pragma unroll
     for (int tile = 0; tile < warp_tiles; ++tile) {
-        const u32 q = raw_lane_address(raw.q, lane) ^ raw_channels(tile_channel(warp, tile) / 16);
-        ldmatrix_x4_trans(frag_g[tile], q + 2 * raw_tile);
-        ldmatrix_x4(frag_k[tile], q + raw_tile);
-        ldmatrix_x4(frag_q[tile], q);
+        const u32 at = raw_lane_address(raw.q, lane) ^ raw_channels(tile_channel(warp, tile) / 16);
+        ldmatrix_x4_trans(frag_g[tile], at + 2 * raw_tile);
+        ldmatrix_x4(frag_k[tile], at + raw_tile);
+        ldmatrix_x4(frag_q[tile], at);
     }
 
     // The gate, with lanes along channels, then its running sum, with lanes along tokens. Matrix m
@@ -123,6 +123,7 @@ __device__ inline void make_factors(const RawChunk& raw, const Gate& gate, int n
         // Token 15 sits in the last four lanes.
         const float last0 = __shfl_sync(~0u, decay[2], 28 + lane % 4);
         const float last1 = __shfl_sync(~0u, decay[3], 28 + lane % 4);
+        const float out0 = last0 * lift, out1 = last1 * lift;
         if (row == 7) {
             float4& both = stage.decay[core / 2][lane % 4];
             *reinterpret_cast<float2*>(channels ? &both.z : &both.x) =
@@ -136,7 +137,7 @@ __device__ inline void make_factors(const RawChunk& raw, const Gate& gate, int n
             const float inverse0 = k0 * growth[2 * half], inverse1 = k1 * growth[2 * half + 1];
             const u32 four[4] = {
                 mul_bf16x2(k, cvt_bf16x2(e0, e1)), cvt_bf16x2(bf16_low(q) * e0, bf16_high(q) * e1),
-                cvt_bf16x2(inverse0, inverse1), cvt_bf16x2(inverse0 * last0, inverse1 * last1)};
+                cvt_bf16x2(inverse0, inverse1), cvt_bf16x2(inverse0 * out0, inverse1 * out1)};
             put_factors(stage, core, half, four, lane);
         }
     }

@@ -16,10 +16,13 @@ constexpr u32 num_parts = head_dim / v_rows;
 // are no more. By a whole warp.
 __device__ inline Piece next_piece(const Work& work, u32& round, Walk& walk) {
     if (work.segment) {
-        // Which segments are work is not known before: whoever has time takes the next.
-        u32 rank;
-        if (mov_tid_x() % 32 == 0) rank = atomicAdd(&work.counts->items, 1);
-        rank = __shfl_sync(~0u, rank, 0);
+        // Which segments are work is not known before: after a first one for each block, whoever
+        // has time takes the next.
+        u32 rank = blockIdx.x;
+        if (round++ > 0) {
+            if (mov_tid_x() % 32 == 0) rank = gridDim.x + atomicAdd(&work.counts->items, 1);
+            rank = __shfl_sync(~0u, rank, 0);
+        }
         const u32 begin = find_piece(work, walk, rank, [](Begin begin) {
             return begin == goes_on ? 0 : begin == is_joined ? 2 * num_parts : num_parts;
         });
@@ -76,7 +79,8 @@ __device__ inline Item find_item(const Work& work, const LaneSequence (&sequence
     // One without tokens has a chunk too, in which nothing happens.
     item.num_chunks = max(1, (item.num_tokens + chunk - 1) / chunk);
     item.num_written = begin == is_joined ? 0 : item.num_chunks - warm_up / chunk;
-    item.first_partial = begin == is_joined ? work.first_partial(slot, head, is_transfer) : -1;
+    item.partials_end =
+        begin == is_joined ? work.first_partial(slot, head, is_transfer) + item.num_chunks : 0;
     return item;
 }
 

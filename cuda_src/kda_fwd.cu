@@ -5,13 +5,13 @@
 //
 // in chunks of 16 tokens (factors.cuh, solve.cuh, recurrence.cuh have the chunked form).
 //
-// Block: item after item (work.cuh), each the segments of a sequence from one begin to the next, of
-// one head, and v_rows of the 128 rows of its state; joined ones twice, from zero and from the
+// Block: item after item (items.cuh), each the segments of a sequence from one begin to the next,
+// of one head, and v_rows of the 128 rows of its state; joined ones twice, from zero and from the
 // identity, with outputs aside. Its warps do three things, chunk by chunk, and meet only at the
 // mbarriers of struct Shared:
 //   factor warps (factors.cuh): of q, k, g the factors k e^G, q e^G, k e^-G, k e^(G_last - G);
 //   solvers (fetch.cuh, solve.cuh): find items, fetch q, k, g; norms and beta, the matrices
-//     (I + diag(beta) A)^-1 and P;
+//     (I + A diag(beta))^-1 and P;
 //   consumers (recurrence.cuh): 16 rows of the state each, in registers, through all chunks.
 // Grid: any number of blocks, which share the items; no block waits for another.
 // Shared memory: struct Shared (chunk.cuh), dynamic.
@@ -58,10 +58,10 @@ extern "C" __global__ void __launch_bounds__(num_threads, 1)
             run_factors(smem, lower_bound);
         } else {
             const Inputs inputs = {q, k, g, v, beta, A_log, dt_bias, initial};
-            run_solver(smem, work, inputs, lower_bound);
+            run_solver(smem, work, inputs, scale, lower_bound);
         }
     } else {
         if constexpr (use_wgmma) setmaxnreg_inc<CONSUMER_REGISTERS>();
-        run_recurrence(smem, work, v, scale, out, initial, final);
+        run_recurrence(smem, work, v, out, initial, final);
     }
 }

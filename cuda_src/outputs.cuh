@@ -121,7 +121,7 @@ __device__ inline void run_outputs(OutputsShared& smem, const Work& work,
                 load_partial(o, partials(tile, false) + i * (head_dim * chunk));
                 add_chunk(o, smem, state, i, scale);
                 store_rows(rows_out + i * chunk * token_stride, 8 * token_stride,
-                           rows_from(tile) - chunk * i - lane / 4, round_rows(o));
+                           rows_from(tile) - chunk * i - lane / 4, transposed(round_rows(o)));
             }
             if (++tile == end_tile || rows_from(tile) <= 0) break;
             fetch(tile);

@@ -68,6 +68,13 @@ __device__ inline u32 mul_bf16x2(u32 a, u32 b) {
     return product;
 }
 
+// Two sums a 0 + c of bf16 pairs: c, but NaN where a is not finite.
+__device__ inline u32 fma_zero_bf16x2(u32 a, u32 c) {
+    u32 sum;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(0u), "r"(c));
+    return sum;
+}
+
 // The float32 of a float16's bits.
 __device__ inline float cvt_f32_f16(u16 half) {
     float y;
@@ -158,6 +165,12 @@ __device__ inline float4 ld_shared_v4(u32 address) {
     return x;
 }
 
+__device__ inline float2 ld_shared_v2(u32 address) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
+    return x;
+}
+
 // Transposes one 8x8 matrix of 16-bit elements that lies in a warp's registers. Volatile, as all
 // that a whole warp must execute: else the compiler may move it into the branch that uses its
 // result.
@@ -176,7 +189,18 @@ __device__ inline void mma_m16n8k16_bf16(float (&acc)[4], const u32 (&a)[4], u32
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d[16x8] = a[16x16] b[16x8] + c, float16 in, float32 accumulated.
+// d[16x8] = a[16x16] b[16x8] + c, bf16 in, float32 accumulated.
+__device__ inline void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
+                                         const float (&c)[4]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),
+          "f"(c[2]), "f"(c[3]));
+}
+
+// The same of float16.
 __device__ inline void mma_m16n8k16_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
                                         const float (&c)[4]) {
     asm volatile(
@@ -332,6 +356,18 @@ __device__ inline uint4 ld_global_v4(const void* pointer) {
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                  : "l"(pointer));
+    return x;
+}
+
+// Two words from global memory, or zeros where they are not there; where the program says, as
+// ld_shared_v4.
+__device__ inline uint2 ld_global_v2(const void* pointer, bool is_there) {
+    uint2 x;
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %3, 0; mov.u32 %0, 0; mov.u32 %1, 0; "
+        "@p ld.global.v2.u32 {%0, %1}, [%2];}"
+        : "=&r"(x.x), "=&r"(x.y)
+        : "l"(pointer), "r"(static_cast<u32>(is_there)));
     return x;
 }
 

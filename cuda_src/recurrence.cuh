@@ -1,8 +1,8 @@
 // Consumers: 16 rows of the state, [16 (v) x 128 (k)], in one warp's float32 registers.
 //
-//   [KS | QS] = S [k e^G; q e^G]^T    (times lift, which beta_norm and q_norm take out)
-//   W = diag(beta) V - diag(beta_norm) KS    U = W inverse^T    O = scale (diag(q_norm) QS + U P^T)
-//   S = S diag(e^G_last) + (diag(k_norm) U)^T k_out
+//   [KS | QS] = S [k e^G; q e^G]^T    (times lift, which k_norm and q_norm take out)
+//   W = V - diag(k_norm) KS    U = W inverse^T    O = diag(q_norm) (QS + U P^T)
+//   S = S diag(e^G_last) + (diag(beta_norm) U)^T k_out
 // all with v as rows, so S, W and U are A operands as they come out of the product before.
 #pragma once
 
@@ -99,13 +99,12 @@ __device__ inline void store_state(const float (&state)[k_tiles][4], void* rows,
     }
 }
 
-// Whether any of these bf16 has an exponent of ones: adding one to it carries into the sign's
-// place.
+// Not zero if any of these bf16 is not finite: its product with zero is NaN.
 __device__ inline u32 not_finite(const u32 (&x)[4]) {
-    u32 carries = 0;
+    u32 sum = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) carries |= (x[i] & 0x7fff7fffu) + 0x00800080u;
-    return carries & 0x80008000u;
+    for (int i = 0; i < 4; ++i) sum = fma_zero_bf16x2(x[i], sum);
+    return sum;
 }
 
 // For each of the lane's two rows of v, the first token at which x is not finite, or 16. x is W or
@@ -134,16 +133,19 @@ __device__ inline void clear_from(u32 (&x)[4], const int (&first_bad)[2], int la
     }
 }
 
-// The product U P^T by one warp, from W anew, for a chunk in which U is not finite somewhere: as if
-// each row of v ended before the first such token, because a product over tokens carries one
-// token's NaN to all of them. Returns those tokens in first_bad.
+// A stage's squares as B operands.
+using InverseB = WarpB<Major::N, 2 * core_bytes, core_bytes>;
+using PB = WarpB<Major::K, 2 * core_bytes, core_bytes>;
+
+// Adds the product U P^T to o by one warp, from W anew, for a chunk in which U is not finite
+// somewhere: as if each row of v ended before the first such token, because a product over tokens
+// carries one token's NaN to all of them. Returns those tokens in first_bad.
 __device__ inline void output_before_bad(float (&o)[2][4], int (&first_bad)[2], u32 (&frag_w)[4],
-                                         u32 stage_address, int lane) {
-    using SquareB = WarpB<Major::K, 2 * core_bytes, core_bytes>;
+                                         u32 stage, int lane) {
     first_bad_tokens(first_bad, frag_w, lane);
     clear_from(frag_w, first_bad, lane);
     float u[2][4] = {};
-    rs_gemm(u, frag_w, SquareB(stage_address + inverse_at, lane));
+    rs_gemm(u, frag_w, InverseB(stage + inverse_at, lane));
     u32 frag_u[4];
     pack_a(frag_u, u[0], u[1]);
     int first_overflow[2];
@@ -151,19 +153,30 @@ __device__ inline void output_before_bad(float (&o)[2][4], int (&first_bad)[2], 
     first_bad[0] = min(first_bad[0], first_overflow[0]);
     first_bad[1] = min(first_bad[1], first_overflow[1]);
     clear_from(frag_u, first_bad, lane);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) o[i / 4][i % 4] = 0.0f;
-    rs_gemm(o, frag_u, SquareB(stage_address + p_at, lane));
+    rs_gemm(o, frag_u, PB(stage + p_at, lane));
 }
 
-// One chunk. O, and the state after it, are NaN from the first token on that is not finite. Calls
-// load_next() once v is in use no more, to put the next chunk's rows there, and store(o).
+// Of a stage's numbers per token, those of the tokens that a lane has of a product [16 x tokens].
+__device__ inline void load_numbers(float (&x)[2][2], u32 numbers, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float2 pair = ld_shared_v2(numbers + (8 * half + 2 * (lane % 4)) * sizeof(float));
+        x[half][0] = pair.x;
+        x[half][1] = pair.y;
+    }
+}
+
+__device__ inline void scale_tokens(float (&x)[2][4], const float (&numbers)[2][2]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i / 4][i % 4] *= numbers[i / 4][i % 2];
+}
+
+// One chunk. O, and the state after it, are NaN from the first token on that is not finite. v: its
+// rows, transposed; from here on the next chunk's, which load_next() returns. Calls store(o).
 template <typename LoadNext, typename Store>
-__device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, const Rows& v,
-                            float scale, int lane, const LoadNext& load_next, const Store& store) {
+__device__ inline void step(float (&state)[k_tiles][4], u32 stage, Rows& v, int lane,
+                            const LoadNext& load_next, const Store& store) {
     constexpr int kq_k_stride = 4 * core_bytes;
-    const int pair = 2 * (lane % 4);
-    const u32 stage_address = shared_address(&stage);
 
     // wgmma wants all of its operands before the first; mma.sync has no registers for so many.
     u32 frag_s[head_dim / 16][4];
@@ -173,7 +186,7 @@ __device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, cons
         for (int k16 = 0; k16 < head_dim / 16; ++k16) pack(k16);
     }
     float kq[4][4] = {};  // KS of tokens 0-7, 8-15, QS of tokens 0-7, 8-15
-    ConsumerB<Major::K, core_bytes, kq_k_stride> kq_in(stage_address + kq_in_at, lane);
+    ConsumerB<Major::K, core_bytes, kq_k_stride> kq_in(stage + kq_in_at, lane);
     gemm_begin();
 #pragma unroll
     for (int k16 = 0; k16 < head_dim / 16; ++k16) {
@@ -182,38 +195,33 @@ __device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, cons
         kq_in.advance(2 * kq_k_stride);
     }
     gemm_commit();
+    // While KQ is under way, all that U waits for: loaded behind KQ, the inverse alone cost 3 %
+    // (H200). mma.sync has no registers for v yet.
+    Rows next_v;
+    if constexpr (use_wgmma) next_v = load_next();
+    float k_norm[2][2];
+    load_numbers(k_norm, stage + k_norm_at, lane);
+    u32 inverse[4];
+    ldmatrix_x4_trans(inverse, InverseB(stage + inverse_at, lane).at);
 
     // U and O are products of a warp alone: a group's would wait for the slowest of its warps.
-    using SquareB = WarpB<Major::K, 2 * core_bytes, core_bytes>;
-    float w[2][4], beta_norm[2][2];
-    unpack_rows(w, v);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const float2 beta = *reinterpret_cast<const float2*>(&stage.beta[8 * half + pair]);
-        const float2 both = *reinterpret_cast<const float2*>(&stage.beta_norm[8 * half + pair]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) w[half][i] *= i % 2 ? beta.y : beta.x;
-        beta_norm[half][0] = both.x;
-        beta_norm[half][1] = both.y;
-    }
-    hold(w);
     gemm_wait<0>();
     hold(kq);
-    u32 inverse[4];
-    ldmatrix_x4(inverse, SquareB(stage_address + inverse_at, lane).at);
+    float w[2][4];
+    unpack_rows(w, v);
+    const auto load_decay = [&](int i) {
+        return ld_shared_v4(stage + decay_at + (4 * i + lane % 4) * sizeof(float4));
+    };
     // On its way before it is wanted, in registers that frag_s had; mma.sync has none to spare.
     float4 decay[k_tiles / 2];
     if constexpr (use_wgmma) {
 #pragma unroll
-        for (int i = 0; i < k_tiles / 2; ++i) {
-            decay[i] = ld_shared_v4(shared_address(&stage.decay[i][lane % 4]));
-        }
+        for (int i = 0; i < k_tiles / 2; ++i) decay[i] = load_decay(i);
     }
-    // mma.sync: as soon as v is free. wgmma: behind U, on which all else waits.
-    if constexpr (!use_wgmma) load_next();
+    if constexpr (!use_wgmma) next_v = load_next();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        w[i / 4][i % 4] = fmaf(-beta_norm[i / 4][i % 2], kq[i / 4][i % 4], w[i / 4][i % 4]);
+        w[i / 4][i % 4] = fmaf(-k_norm[i / 4][i % 2], kq[i / 4][i % 4], w[i / 4][i % 4]);
     }
 
     u32 frag_w[4], frag_u[4], frag_ku[4];
@@ -221,20 +229,14 @@ __device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, cons
     float u[2][4] = {};
     mma_m16n8k16_bf16(u[0], frag_w, inverse[0], inverse[1]);
     mma_m16n8k16_bf16(u[1], frag_w, inverse[2], inverse[3]);
-    if constexpr (use_wgmma) load_next();
     u32 p[4];
-    ldmatrix_x4(p, SquareB(stage_address + p_at, lane).at);
-    float k_norm[2][2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const float2 norm = *reinterpret_cast<const float2*>(&stage.k_norm[8 * half + pair]);
-        k_norm[half][0] = norm.x;
-        k_norm[half][1] = norm.y;
-    }
+    ldmatrix_x4(p, PB(stage + p_at, lane).at);
+    float beta_norm[2][2];
+    load_numbers(beta_norm, stage + beta_norm_at, lane);
     const auto decay_state = [&] {
 #pragma unroll
         for (int tile = 0; tile < k_tiles; tile += 2) {
-            const float4 decay_t = use_wgmma ? decay[tile / 2] : stage.decay[tile / 2][lane % 4];
+            const float4 decay_t = use_wgmma ? decay[tile / 2] : load_decay(tile / 2);
             state[tile][0] *= decay_t.x;
             state[tile][1] *= decay_t.y;
             state[tile][2] *= decay_t.x;
@@ -249,31 +251,28 @@ __device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, cons
     // order that wants the fewest registers.
     if constexpr (use_wgmma) decay_state();
     pack_a(frag_u, u[0], u[1]);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) u[i / 4][i % 4] *= k_norm[i / 4][i % 2];
+    scale_tokens(u, beta_norm);
     pack_a(frag_ku, u[0], u[1]);
 
-    float o[2][4] = {};
-    mma_m16n8k16_bf16(o[0], frag_u, p[0], p[1]);
-    mma_m16n8k16_bf16(o[1], frag_u, p[2], p[3]);
+    float o[2][4];
+    mma_m16n8k16_bf16(o[0], frag_u, p[0], p[1], kq[2]);
+    mma_m16n8k16_bf16(o[1], frag_u, p[2], p[3], kq[3]);
     const auto finish_output = [&] {
         const bool rare = __any_sync(~0u, not_finite(frag_u) != 0);
         int first_bad[2] = {chunk, chunk};
-        if (rare) output_before_bad(o, first_bad, frag_w, stage_address, lane);
-
+        if (rare) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float2 norm = *reinterpret_cast<const float2*>(&stage.q_norm[8 * half + pair]);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                o[half][i] = scale * fmaf(kq[2 + half][i], i % 2 ? norm.y : norm.x, o[half][i]);
-            }
+            for (int i = 0; i < 8; ++i) o[i / 4][i % 4] = kq[2 + i / 4][i % 4];
+            output_before_bad(o, first_bad, frag_w, stage, lane);
         }
+        float q_norm[2][2];
+        load_numbers(q_norm, stage + q_norm_at, lane);
+        scale_tokens(o, q_norm);
         const float nan = __int_as_float(0x7fffffff);
         if (rare) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const int token = 8 * (i / 4) + pair + i % 2;
+                const int token = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
                 if (token >= first_bad[i % 4 / 2]) o[i / 4][i % 4] = nan;
             }
         }
@@ -286,17 +285,21 @@ __device__ inline void step(float (&state)[k_tiles][4], const Stage& stage, cons
     hold(state);
     gemm_begin();
     rs_gemm(state, frag_ku,
-            ConsumerB<Major::N, 2 * core_bytes, core_bytes>(stage_address + k_out_at, lane));
+            ConsumerB<Major::N, 2 * core_bytes, core_bytes>(stage + k_out_at, lane));
     gemm_commit();
     if constexpr (use_wgmma) finish_output();
+    v = transposed(next_v);
     gemm_wait<0>();
 }
 
 // A consumer's life: its 16 rows of the state, through all chunks of an item, item after item.
-__device__ inline void run_recurrence(Shared& smem, const Work& work, const u16* v, float scale,
-                                      u16* out, const States& initial, const States& final) {
+__device__ inline void run_recurrence(Shared& smem, const Work& work, const u16* v, u16* out,
+                                      const States& initial, const States& final) {
     const int num_heads = work.num_heads;
     const i64 half_stride = static_cast<i64>(num_heads) * head_dim * (chunk / 2);
+    // Rows of out are where those of v are: one pointer does for both.
+    const i64 to_out = reinterpret_cast<i64>(out) - reinterpret_cast<i64>(v);
+    const u32 stages = shared_address(smem.stage);
     u32 index = 0;
     for (Items items(smem); items.next();) {
         const int lane = mov_tid_x() % 32;
@@ -315,15 +318,10 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         // Where this lane's rows of the chunk begin, in v and out, and how many there are to the
         // last. A transfer has no v: no rows of it are left.
         const bool is_transfer = items.item().from == StateOf::Identity;
-        i64 offset = (items.item().begin * num_heads + items.item().head) * head_dim +
-                     lane / 4 * (half_stride / 8) + first_row() + 4 * (lane % 4);
+        const u16* v_rows = v + (items.item().begin * num_heads + items.item().head) * head_dim +
+                            lane / 4 * (half_stride / 8) + first_row() + 4 * (lane % 4);
         int num_left = is_transfer ? -items.item().num_tokens : items.item().num_tokens - lane / 4;
-        Rows rows;
-        load_rows(rows, v + offset, half_stride, num_left);
-        // What goes to partials is scaled by join.cu. Read anew, as first_row.
-        const auto item_scale = [&] {
-            return items.item().from >= StateOf::Identity ? 1.0f : scale;
-        };
+        Rows rows = load_rows(v_rows, half_stride, num_left);
 
         // Behind the load of v, which takes as long.
         float state[k_tiles][4];
@@ -333,6 +331,7 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         // Else the state's registers would be copied, from chunk to chunk, behind each wgmma
         // (C7514).
         hold(state);
+        rows = transposed(rows);
 
         // Of an item without tokens the chunk is let pass: the state stays what it is, infinities
         // too.
@@ -340,24 +339,24 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         for (int i = is_empty() ? 0 : items.num_chunks; i > 0; --i, ++index) {
             wait_full(smem.full, index);
             const auto load_next = [&] {
-                offset += 2 * half_stride;
+                v_rows += 2 * half_stride;
                 num_left -= chunk;
-                load_rows(rows, v + offset, half_stride, num_left);
+                return load_rows(v_rows, half_stride, num_left);
             };
             const auto store = [&](const float (&o)[2][4]) {
                 // The first chunks behind a cut only make the state; a joined item's go aside.
                 if (i > items.item().num_written) {
-                    if (items.item().first_partial >= 0) {
-                        const i64 at = items.item().first_partial + items.num_chunks - i;
+                    if (items.item().partials_end > 0) {
+                        const i64 at = items.item().partials_end - i;
                         store_partial(work.partials + (at * head_dim + first_row()) * chunk, o);
                     }
                     return;
                 }
-                const Rows rounded = round_rows(o);
                 // load_next has gone on to the next chunk.
-                store_rows(out + offset - 2 * half_stride, half_stride, num_left + chunk, rounded);
+                u16* rows_out = beside(v_rows - 2 * half_stride, to_out);
+                store_rows(rows_out, half_stride, num_left + chunk, transposed(round_rows(o)));
             };
-            step(state, smem.stage[index % num_stages], rows, item_scale(), mov_tid_x() % 32,
+            step(state, stages + index % num_stages * sizeof(Stage), rows, mov_tid_x() % 32,
                  load_next, store);
             arrive(smem.empty, index);
         }

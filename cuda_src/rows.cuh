@@ -21,14 +21,13 @@ struct Rows {
 
 // half_stride: elements from a token to the one eight later. num_left: rows there are from the
 // lane's first on.
-__device__ inline void load_rows(Rows& rows, const u16* v, i64 half_stride, int num_left) {
+__device__ inline Rows load_rows(const u16* v, i64 half_stride, int num_left) {
+    Rows rows;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        rows.token[half] = make_uint2(0, 0);
-        if (num_left > 8 * half) {
-            rows.token[half] = *reinterpret_cast<const uint2*>(v + half * half_stride);
-        }
+        rows.token[half] = ld_global_v2(v + half * half_stride, num_left > 8 * half);
     }
+    return rows;
 }
 
 __device__ inline void store_rows(u16* out, i64 half_stride, int num_left, const Rows& rows) {
@@ -38,16 +37,30 @@ __device__ inline void store_rows(u16* out, i64 half_stride, int num_left, const
     }
 }
 
-// Such rows as they come out of, and go into, a product: [16 (v) x 8 (tokens)], twice.
+// What is so many bytes from some rows.
+__device__ inline u16* beside(const u16* rows, i64 bytes) {
+    return reinterpret_cast<u16*>(reinterpret_cast<i64>(rows) + bytes);
+}
+
+// From the one to the other.
+__device__ inline Rows transposed(const Rows& rows) {
+    Rows other;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        other.token[half].x = movmatrix_trans(rows.token[half].x);
+        other.token[half].y = movmatrix_trans(rows.token[half].y);
+    }
+    return other;
+}
+
+// Transposed rows as they come out of, and go into, a product: [16 (v) x 8 (tokens)], twice.
 __device__ inline void unpack_rows(float (&x)[2][4], const Rows& rows) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const u32 low = movmatrix_trans(rows.token[half].x);
-        const u32 high = movmatrix_trans(rows.token[half].y);
-        x[half][0] = bf16_low(low);
-        x[half][1] = bf16_high(low);
-        x[half][2] = bf16_low(high);
-        x[half][3] = bf16_high(high);
+        x[half][0] = bf16_low(rows.token[half].x);
+        x[half][1] = bf16_high(rows.token[half].x);
+        x[half][2] = bf16_low(rows.token[half].y);
+        x[half][3] = bf16_high(rows.token[half].y);
     }
 }
 
@@ -55,8 +68,8 @@ __device__ inline Rows round_rows(const float (&o)[2][4]) {
     Rows rows;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        rows.token[half].x = movmatrix_trans(cvt_bf16x2(o[half][0], o[half][1]));
-        rows.token[half].y = movmatrix_trans(cvt_bf16x2(o[half][2], o[half][3]));
+        rows.token[half].x = cvt_bf16x2(o[half][0], o[half][1]);
+        rows.token[half].y = cvt_bf16x2(o[half][2], o[half][3]);
     }
     return rows;
 }

@@ -1,8 +1,8 @@
 // Solvers: a chunk's numbers per token (tokens.cuh), and its two [16 x 16] matrices.
 //
-//   A_ij = k_norm_i k_norm_j sum_c (k e^G)_i (k e^-G)_j,  i > j
-//   P_ij = q_norm_i k_norm_j sum_c (q e^G)_i (k e^-G)_j,  i >= j
-//   inverse = (I + diag(beta) A)^-1
+//   A_ij = k_norm_i k_norm_j sum_c (k e^G)_i (k e^-G)_j,     i > j
+//   P_ij = lift k_norm_j beta_j sum_c (q e^G)_i (k e^-G)_j,  i >= j
+//   inverse = (I + A diag(beta))^-1
 // Entries above the diagonal may be huge, inf or NaN: they are selected away, never multiplied.
 #pragma once
 
@@ -37,24 +37,23 @@ __device__ inline void make_scores(float (&a)[2][4], float (&p)[2][4], const Sta
 // What this lane's scores are normalised by: of tokens i, rows, and j, pairs of columns. All loaded
 // at once; where they were wanted, behind stores, each load was waited for.
 struct ScoreNorms {
-    float q[2], beta[2];
-    float2 k[2];
+    float k[2];
+    float2 beta[2];
 };
 
-__device__ inline ScoreNorms score_norms(const Stage& stage, const SolverScratch& scratch,
-                                         int lane) {
+__device__ inline ScoreNorms score_norms(const Stage& stage, int lane) {
     ScoreNorms norms;
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
         const int i = 8 * group + lane / 4, j = 8 * group + 2 * (lane % 4);
-        norms.q[group] = scratch.q_norm[i];
-        norms.beta[group] = stage.beta_norm[i] * lift;
-        norms.k[group] = *reinterpret_cast<const float2*>(&stage.k_norm[j]);
+        const float2 beta = *reinterpret_cast<const float2*>(&stage.beta_norm[j]);
+        norms.k[group] = stage.k_norm[i];
+        norms.beta[group] = make_float2(beta.x * (lift * lift), beta.y * (lift * lift));
     }
     return norms;
 }
 
-// P: the scores of q, normalised.
+// P, of the scores of q.
 __device__ inline void put_p(const float (&scores)[2][4], const ScoreNorms& norms, Stage& stage,
                              int lane) {
     const int row = lane / 4, pair = 2 * (lane % 4);
@@ -63,10 +62,9 @@ __device__ inline void put_p(const float (&scores)[2][4], const ScoreNorms& norm
         const int i_group = m / 2, j_group = m % 2;
         const int i = 8 * i_group + row, j = 8 * j_group + pair;
         const float* p = &scores[j_group][2 * i_group];
-        const float q_norm = norms.q[i_group];
-        const float2 k_norm = norms.k[j_group];
-        put_core(stage.p.core[i_group][j_group], i >= j ? p[0] * (q_norm * k_norm.x) : 0.0f,
-                 i >= j + 1 ? p[1] * (q_norm * k_norm.y) : 0.0f, lane);
+        const float2 beta = norms.beta[j_group];
+        put_core(stage.p.core[i_group][j_group], i >= j ? p[0] * beta.x : 0.0f,
+                 i >= j + 1 ? p[1] * beta.y : 0.0f, lane);
     }
 }
 
@@ -79,10 +77,10 @@ __device__ inline void solve_inverse(const float (&scores)[2][4], const ScoreNor
     for (int m = 0; m < 4; ++m) {
         const int i = 8 * (m / 2) + row, j = 8 * (m % 2) + pair;
         const float* a = &scores[m % 2][m / 2 * 2];
-        const float beta_norm = norms.beta[m / 2];
-        const float2 norm = norms.k[m % 2];
+        const float norm = norms.k[m / 2];
+        const float2 beta = norms.beta[m % 2];
         *reinterpret_cast<float2*>(&scratch.lower[i][j]) = make_float2(
-            i > j ? beta_norm * norm.x * a[0] : 0.0f, i > j + 1 ? beta_norm * norm.y * a[1] : 0.0f);
+            i > j ? norm * beta.x * a[0] : 0.0f, i > j + 1 ? norm * beta.y * a[1] : 0.0f);
     }
     __syncwarp();
 
@@ -101,14 +99,16 @@ __device__ inline void solve_inverse(const float (&scores)[2][4], const ScoreNor
         }
         x[i] = (sums.x + sums.y) + (sums.z + sums.w);
     }
-    // Both halves of the warp hold all columns; each stores eight rows.
+    // Both halves of the warp hold all columns; each stores eight rows of them.
     const int i_group = lane / 16;
+    u32 rows[4];
 #pragma unroll
-    for (int r = 0; r < 8; ++r) {
-        const float value = i_group ? x[8 + r] : x[r];
-        stage.inverse.core[i_group][column / 8][8 * r + column % 8] =
-            static_cast<u16>(cvt_bf16x2(value, 0.0f));
+    for (int r = 0; r < 4; ++r) {
+        rows[r] =
+            i_group ? cvt_bf16x2(x[8 + 2 * r], x[9 + 2 * r]) : cvt_bf16x2(x[2 * r], x[2 * r + 1]);
     }
+    *reinterpret_cast<uint4*>(&stage.inverse.core[i_group][column / 8][column % 8 * 8]) =
+        make_uint4(rows[0], rows[1], rows[2], rows[3]);
 }
 
 // What a chunk needs that is not ordinary: rows rescaled, and factors as if it ended before its
@@ -132,7 +132,7 @@ __device__ inline int make_again(RawChunk& raw, Stage& stage, float2& k_norm, fl
 }
 
 // One chunk of one head.
-__device__ inline void solve(Shared& smem, u32 index, int num_live, float beta_logit,
+__device__ inline void solve(Shared& smem, u32 index, int num_live, float beta_logit, float scale,
                              const HeadInputs& inputs, float lower_bound) {
     // Read anew: what hangs on it alone would be kept in registers from chunk to chunk, and spill.
     const int lane = mov_tid_x() % 32;
@@ -163,16 +163,15 @@ __device__ inline void solve(Shared& smem, u32 index, int num_live, float beta_l
     const float k_norm_t = from_diagonal(k_norm, lane), q_norm_t = from_diagonal(q_norm, lane);
     if (lane < chunk) {
         const float nan = __int_as_float(0x7fffffff);
-        scratch.q_norm[lane] = q_norm_t;
-        stage.k_norm[lane] = k_norm_t;
-        stage.beta[lane] = beta;
-        stage.beta_norm[lane] = lane < num_finite ? beta * k_norm_t * (1.0f / lift) : nan;
-        stage.q_norm[lane] = q_norm_t * (1.0f / lift);
+        const float k_norm_or_nan = lane < num_finite ? k_norm_t * (1.0f / lift) : nan;
+        stage.k_norm[lane] = k_norm_or_nan;
+        stage.beta_norm[lane] = beta * k_norm_or_nan;
+        stage.q_norm[lane] = scale * (q_norm_t * (1.0f / lift));
     }
     __syncwarp();
     float a[2][4] = {}, p[2][4] = {};
     make_scores(a, p, stage, lane);
-    const ScoreNorms norms = score_norms(stage, scratch, lane);
+    const ScoreNorms norms = score_norms(stage, lane);
     put_p(p, norms, stage, lane);
     solve_inverse(a, norms, stage, scratch, lane);
     publish();
@@ -180,7 +179,7 @@ __device__ inline void solve(Shared& smem, u32 index, int num_live, float beta_l
 }
 
 // A solver's life: every num_solvers-th of the block's chunks.
-__device__ inline void run_solver(Shared& smem, const Work& work, const Inputs& inputs,
+__device__ inline void run_solver(Shared& smem, const Work& work, const Inputs& inputs, float scale,
                                   float lower_bound) {
     const int solver = threadIdx.x / 32 - num_factor_warps, lane = threadIdx.x % 32;
     if (solver == 0) smem.sequences[lane] = work.lane_sequence();
@@ -195,14 +194,15 @@ __device__ inline void run_solver(Shared& smem, const Work& work, const Inputs& 
         const int num_tokens = items.item().num_tokens;
         const u16* beta = inputs.beta + items.item().begin * work.num_heads + items.item().head;
         const auto load_beta = [&](int of_chunk) {
-            const int token = of_chunk * chunk + lane;
-            const bool live = lane < chunk && token < num_tokens;
-            return live ? beta[static_cast<i64>(token) * work.num_heads] : u16{0};
+            const int token = of_chunk * chunk + lane % chunk;
+            return token < num_tokens ? beta[static_cast<i64>(token) * work.num_heads] : u16{0};
         };
         float beta_logit = bf16_low(load_beta(chunk_idx));
         for (; chunk_idx < items.num_chunks; chunk_idx += num_solvers) {
             const u16 next_logit = load_beta(chunk_idx + num_solvers);
-            solve(smem, index, tokens_in_chunk(num_tokens, chunk_idx), beta_logit,
+            // What goes to partials is scaled by join.cu.
+            const float item_scale = items.item().partials_end > 0 ? 1.0f : scale;
+            solve(smem, index, tokens_in_chunk(num_tokens, chunk_idx), beta_logit, item_scale,
                   items.head_inputs(), lower_bound);
             // Not before, which would wait for its load, nor later, for all of the fetch.
             beta_logit = bf16_low(next_logit);

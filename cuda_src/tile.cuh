@@ -53,8 +53,11 @@ template <Major major, int n_stride, int k_stride>
 struct WarpB {
     u32 at;
 
-    __device__ WarpB(u32 tile, int lane)
-        : at(tile + (lane / 16) * n_stride + (lane / 8 % 2) * k_stride + (lane % 8) * 16) {}
+    __device__ WarpB(u32 tile, int lane) : at(tile) {
+        // Matrices that follow each other: the compiler does not see that it is this.
+        constexpr bool in_a_row = n_stride == 2 * core_bytes && k_stride == core_bytes;
+        at += in_a_row ? lane * 16 : lane / 16 * n_stride + lane / 8 % 2 * k_stride + lane % 8 * 16;
+    }
     __device__ void advance(int bytes) { at += bytes; }
 };
 

@@ -20,11 +20,11 @@ constexpr Begin is_joined = 255;
 
 // What blocks count, or tell each other, of a launch with segments; zeros before.
 struct Counts {
-    u32 items;        // that the blocks of kda_fwd have taken
+    u32 items;        // that the blocks of kda_fwd have taken after their first
     u32 join_blocks;  // blocks of kda_join that have begun
     u32 any_joined;   // whether any segment is joined
 };
-static_assert(sizeof(Counts) == 12, "cukda/plan.py has another size");
+static_assert(sizeof(Counts) == 12, "tests/test_launch.py holds cukda/plan.py to this size");
 
 // One segment of a sequence: of rows begin to begin + length, which is in num_segments of them. An
 // index that is not one of them says that there is none.

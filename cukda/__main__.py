@@ -40,7 +40,7 @@ COPY_BYTES = 1 << 30
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the report; 0 when the run's result is right, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m cukda", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m cukda", description=_first_line())
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     options = parser.parse_args(arguments)
 
@@ -60,6 +60,11 @@ def main(arguments: list[str] | None = None) -> int:
         report["run"] = {"ok": False, "error": f"{type(error).__name__}: {error}"}
     print(json.dumps(report, indent=1) if options.json else _run_text(report["run"]))
     return 0 if report["run"]["ok"] else 1
+
+
+def _first_line() -> str:
+    """Of what this module says of itself; python -OO strips that."""
+    return (__doc__ or "").partition("\n")[0]
 
 
 def installed() -> dict:
@@ -298,8 +303,8 @@ def _gpu_ms(call, num_calls: int = 20) -> float:
 @contextlib.contextmanager
 def _progress(what: str):
     """A line on stderr while the body runs; on a terminal it counts seconds and then goes."""
-    if not sys.stderr.isatty():
-        print(f"{what} ...", file=sys.stderr, flush=True)
+    if sys.stderr is None or not sys.stderr.isatty():
+        _say(f"{what} ...\n")
         yield
         return
     done = threading.Event()
@@ -308,7 +313,7 @@ def _progress(what: str):
         start = time.perf_counter()
         while True:
             seconds = time.perf_counter() - start
-            print(f"\r{what} ... {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+            _say(f"\r{what} ... {seconds:.0f} s")
             if done.wait(1):
                 return
 
@@ -319,7 +324,14 @@ def _progress(what: str):
     finally:
         done.set()
         counter.join()
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+        _say("\r\033[K")
+
+
+def _say(text: str) -> None:
+    """On stderr, which may be closed, full or gone: no run hangs on that."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(text, end="", file=sys.stderr, flush=True)
 
 
 def _version(distribution: str) -> str | None:
@@ -335,7 +347,9 @@ def _driver_version() -> str | None:
         return None
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=30, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     lines = answer.stdout.split()
@@ -391,7 +405,8 @@ def _error_text(error: float | None, limit: float) -> str:
 if __name__ == "__main__":
     try:
         status = main()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:
         # Who reads has gone, as `head` does; the interpreter is not to flush once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

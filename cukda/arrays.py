@@ -88,8 +88,9 @@ def view(name: str, array: object, stream: object = None) -> Array:
             and not tensor.untyped_storage().data_ptr()
         ):
             pointer = 0
-    except RuntimeError as error:
-        if tensor.layout is not sys.modules["torch"].strided:
+    except (RuntimeError, ValueError) as error:
+        # A ValueError is of a parameter that has no memory yet, nor a layout.
+        if isinstance(error, RuntimeError) and tensor.layout is not sys.modules["torch"].strided:
             got = f"layout {tensor.layout}"
             raise TypeError(f"{name}: expected a strided tensor, got {got}") from error
         got = f"{type(tensor).__name__} ({error})"
@@ -114,12 +115,13 @@ def view(name: str, array: object, stream: object = None) -> Array:
 
 def _view_other(name: str, array: object, stream: object) -> Array:
     """view, of all but torch tensors of types that have been seen."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
+    # A module that another thread is importing may have no such name yet, nor any array.
+    tensor_type = getattr(sys.modules.get("torch"), "Tensor", None)
+    if tensor_type is not None and isinstance(array, tensor_type):
         _torch_types.add(type(array))
         return view(name, array, stream)
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(array, cupy.ndarray):
+    cupy_type = getattr(sys.modules.get("cupy"), "ndarray", None)
+    if cupy_type is not None and isinstance(array, cupy_type):
         strides = _in_elements(name, array.strides, array.itemsize)
         dtype, data = _dtype_name(array.dtype), array.data
         device = data.device_id
@@ -185,6 +187,8 @@ def real(name: str, value: object) -> float:
             # Not the number: Python does not print one of more than 4300 digits.
             got = f"an int of {value.bit_length()} bits"
             raise ValueError(f"{name}: expected a number in float's range, got {got}") from None
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name}: expected a real number, got {type(value).__name__}")
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if not isinstance(value, np.ndarray) and not hasattr(value, "__dlpack__"):
@@ -447,6 +451,10 @@ def _view_dlpack(name: str, producer: object, stream: object) -> Array:
     else:
         cuda = import_cupy().cuda
         try:
+            num_devices = cuda.runtime.getDeviceCount()
+            if not 0 <= ordinal < num_devices:
+                expected, got = f"one of {num_devices} CUDA devices", f"number {ordinal}"
+                raise ValueError(f"{name}: expected an array on {expected}, got one on {got}")
             if stream is None:
                 pointer = _current_stream("dlpack", ordinal)
             else:

@@ -4,6 +4,7 @@ The structures are those of dlpack.h, version 1: https://dmlc.github.io/dlpack/l
 """
 
 import ctypes
+import operator
 
 MAX_VERSION = (1, 0)
 
@@ -120,17 +121,17 @@ class Loan:
 def cuda_ordinal(name: str, producer: object) -> int | None:
     """The CUDA device that a producer's memory is on; None for the CPU.
 
-    Errors: TypeError (the producer raises), ValueError (any other kind of device).
+    Errors: TypeError (the producer raises, or says nonsense), ValueError (another kind of device).
     """
     try:
-        device_type, device_id = producer.__dlpack_device__()
+        device_type, device_id = map(operator.index, producer.__dlpack_device__())
     except Exception as error:
         raise _refusal(name, producer, error) from error
     if device_type in _HOST_DEVICES:
         return None
     if device_type in _CUDA_DEVICES:
-        return int(device_id)
-    got = f"DLPack device type {int(device_type)}"
+        return device_id
+    got = f"DLPack device type {device_type}"
     raise ValueError(f"{name}: expected a CPU or CUDA device, got {got}")
 
 

@@ -19,7 +19,7 @@ ROW_ALIGNMENT = 16
 # sequences.
 _STAGE_BYTES = 18_176
 _RAW_BYTES = 12_288
-_SCRATCH_BYTES = 1_376
+_SCRATCH_BYTES = 1_312
 _ITEM_BYTES = 64
 _HEAD_INPUTS_BYTES = 528
 _BARRIER_BYTES = 8
@@ -50,8 +50,8 @@ _WARPS = {
 }
 # Clock cycles that a token of an item takes, by the same; measured on an H200 (docs/log.md).
 _TOKEN_CYCLES = {
-    (True, 128): 142,
-    (True, 64): 102,
+    (True, 128): 138,
+    (True, 64): 99,
     (False, 128): 172,
     (False, 64): 139,
     (False, 32): 136,
@@ -60,7 +60,7 @@ _TOKEN_CYCLES = {
 _START_CYCLES = 8_600
 _ITEM_CYCLES = 6_600
 # ... for CUTS, for JOIN with nothing to do, with something, and for a step of its chain.
-_CUTS_CYCLES = 12_000
+_CUTS_CYCLES = 10_500
 _IDLE_JOIN_CYCLES = 5_000
 _JOIN_CYCLES = 21_000
 _CHAIN_CYCLES = 4_800
@@ -81,8 +81,9 @@ _LEADING_BITS = 5
 # Cuts pay where the gate is fast, and the same launch must do where it is slow and there are none:
 # the device sees to that, head by head. Fast gates count this many times.
 _FAST_WEIGHT = 3
-# ... but not where slow ones would take so many times the least that they can.
-_MOST_SLOWER = 1.2
+# ... but not where slow ones would take so many times the least that they can, and a few cycles,
+# which are much of a short call.
+_MOST_SLOWER, _SLOWER_CYCLES = 1.2, 4_000
 # The most memory that a call takes beside the caller's: this, or as much as q, k, v, g and out do;
 # but no more than such a part of all.
 _MOST_BYTES = 2**30
@@ -296,7 +297,8 @@ def _choice(shape: Shape, gpu: Gpu) -> tuple[Variant, Segments]:
 
     def cost(choice):
         fast, slow = cycles[choice]
-        return slow > _MOST_SLOWER * least_slow, _FAST_WEIGHT * fast + slow
+        is_too_slow = slow > _MOST_SLOWER * least_slow + _SLOWER_CYCLES
+        return is_too_slow, _FAST_WEIGHT * fast + slow
 
     return min(choices, key=cost)
 
@@ -373,7 +375,10 @@ def _fits(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> bool:
     """Whether a call's own memory is not too much, and its items can be counted."""
     num_items = _num_items(variant, segments, shape)
     num_bytes = _layout(segments, shape).end
-    most_bytes = max(_MOST_BYTES, _TOKEN_BYTES * _num_rows(shape) * shape.num_heads)
+    # Of the fewest tokens that may have been rounded to so many.
+    shift = max(0, (shape.num_tokens - 1).bit_length() - _LEADING_BITS)
+    fewest = shape._replace(num_tokens=max(0, shape.num_tokens - (1 << shift) + 1))
+    most_bytes = max(_MOST_BYTES, _TOKEN_BYTES * _num_rows(fewest) * shape.num_heads)
     most_bytes = min(most_bytes, gpu.memory_bytes // _MOST_OF_MEMORY)
     if segments.length:
         # The initial states too, which are copied where the final ones take their place.

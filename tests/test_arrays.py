@@ -8,6 +8,7 @@ import ctypes
 import gc
 import math
 import sys
+import types
 import weakref
 
 import ml_dtypes
@@ -179,6 +180,20 @@ def test_view_sees_read_only_memory():
     assert not arrays.view("out", Producer(frozen)).writable
 
 
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_view_works_while_another_thread_imports(monkeypatch, library):
+    """A module is among the others before its names are in it."""
+    monkeypatch.setitem(sys.modules, library, types.ModuleType(library))
+    assert arrays.view("q", np.zeros(3)).library == "numpy"
+
+
+def test_parameter_without_memory():
+    torch = pytest.importorskip("torch")
+    message = "^q: expected a tensor with plain memory, got UninitializedParameter"
+    with pytest.raises(TypeError, match=message):
+        arrays.view("q", torch.nn.parameter.UninitializedParameter())
+
+
 def test_view_works_without_torch_and_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setitem(sys.modules, "cupy", None)
@@ -269,6 +284,25 @@ def test_dlpack_refuses_other_devices_and_failing_producers():
         arrays.view("x", Producer(np.zeros(3, "M8[s]"), device=(1, 0)))
 
 
+@pytest.mark.parametrize("device", [("a", 0), (2, "zz"), (2.0, 0), (2,), None], ids=repr)
+def test_dlpack_refuses_what_is_no_device(device):
+    producer = Producer(np.zeros(3, np.float32))
+    producer.__class__ = type("Producer", (Producer,), {"__dlpack_device__": lambda self: device})
+    expected = r"^k: expected an array that DLPack can export, got Producer \((Typ|Valu)eError: "
+    with pytest.raises(TypeError, match=expected):
+        arrays.view("k", producer)
+
+
+@pytest.mark.parametrize("ordinal", [-1, 2, 2**70])
+def test_dlpack_refuses_devices_that_are_not_there(monkeypatch, ordinal):
+    fake = FakeCuPy()
+    fake.cuda.runtime.getDeviceCount = lambda: 2
+    monkeypatch.setattr(arrays, "import_cupy", lambda: fake)
+    message = f"^k: expected an array on one of 2 CUDA devices, got one on number {ordinal}$"
+    with pytest.raises(ValueError, match=message):
+        arrays.view("k", Producer(np.zeros(3, np.float32), device=(2, ordinal)))
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -280,11 +314,11 @@ def test_dlpack_refuses_other_devices_and_failing_producers():
     ids=["view", "view, stream", "real", "sigmoid"],
 )
 def test_dlpack_on_a_gpu_without_a_driver(monkeypatch, call):
-    def fail(device):
+    def fail(*_device):
         raise CUDARuntimeError("driver version is insufficient")
 
     fake = FakeCuPy()
-    fake.cuda.Device = fake.cuda.get_current_stream = fail
+    fake.cuda.Device = fake.cuda.get_current_stream = fake.cuda.runtime.getDeviceCount = fail
     fake.cuda.runtime.driverGetVersion = lambda: 0
     monkeypatch.setattr(arrays, "import_cupy", lambda: fake)
     monkeypatch.setattr(jit, "import_cupy", lambda: fake)
@@ -419,6 +453,12 @@ def test_real_of_every_kind(value, recwarn):
 def test_real_takes_integers(value):
     got = arrays.real("scale", value)
     assert type(got) is float and got == -3.0
+
+
+@pytest.mark.parametrize("value", [np.ma.masked, np.ma.array(-1.0, mask=True)])
+def test_real_is_not_masked(value):
+    with pytest.raises(TypeError, match="^scale: expected a real number, got Masked"):
+        arrays.real("scale", value)
 
 
 def test_real_leaves_range_to_its_caller():

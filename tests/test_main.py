@@ -61,6 +61,21 @@ def test_whoever_reads_may_leave():
     assert "Error" not in words and "Exception" not in words
 
 
+@pytest.mark.parametrize("end", ["2>&-", "2>/dev/full", ">&-"])
+def test_without_a_place_for_words(end):
+    """The result decides the exit status."""
+    command = f'"{sys.executable}" -m cukda --json {end}'
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert end == ">&-" or json.loads(done.stdout)["run"]["ok"] is True
+    assert "Error" not in done.stderr
+
+
+def test_without_docstrings():
+    done = run_module("--help", PYTHONOPTIMIZE="2")
+    assert done.returncode == 0 and done.stdout.startswith("usage: python -m cukda"), done.stderr
+
+
 def test_cache_folder_that_cannot_be_made(tmp_path):
     """Under a file no folder can be made, not even by root."""
     (tmp_path / "file").touch()

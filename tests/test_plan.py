@@ -213,6 +213,15 @@ def test_helpers_and_workspace_are_what_segments_need(gpu):
         check_workspace(launch, shape)
 
 
+@pytest.mark.parametrize("num_tokens", [24_577, 25_600, 30_721, 31_744, 31_745, 32_768])
+def test_memory_is_of_the_tokens_that_there_are(num_tokens):
+    """Not of as many as they are rounded to."""
+    gpu = plan.Gpu(188, 99 * KB, False, 96 * 2**30)
+    for num_heads in range(30, 45):
+        shape = plan.Shape(3, num_tokens, num_heads, True)
+        assert num_bytes_beside(plan.plan(shape, gpu), shape) <= most_bytes(shape, gpu)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 1, 64, 65, 1000])
 def test_what_is_asked_for_is_launched(num_tokens, packed):

@@ -62,6 +62,7 @@ class FakeCuda:
         self.recorded = {}
         runtime = types.SimpleNamespace(
             getDevice=lambda: self.device,
+            getDeviceCount=lambda: 2,
             setDevice=self.set_device,
             eventRecord=self.recorded.__setitem__,
             streamWaitEvent=lambda stream, event: self.calls.append(
