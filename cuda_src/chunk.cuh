@@ -67,13 +67,13 @@ constexpr float lift_log2 = 12.0f, lift = 0x1p12f;
 struct Stage {                       // 18,176 bytes
     Factor<4> kq_in;                 // token groups 0, 1: k e^G lift; 2, 3: q e^G lift
     Factor<2> k_inverse;             // k e^-G / lift
-    Factor<2> k_out;                 // k e^(G_last - G) lift
+    Factor<2> k_out;                 // k e^(G_last - G)
     Square inverse;                  // (I + A diag(beta))^-1, columns contiguous
     Square p;                        // q k^T e^(G_i - G_j) diag(beta) lift, i >= j, k normalised
     float4 decay[head_dim / 16][4];  // e^G_last of channels 16 i + 2 j + (0, 1, 8, 9)
     // NaN from the first token on that is not finite.
     float k_norm[chunk];     // k_norm / lift
-    float beta_norm[chunk];  // beta k_norm / lift
+    float beta_norm[chunk];  // beta k_norm
     float q_norm[chunk];     // scale q_norm / lift
 };
 

@@ -1,7 +1,7 @@
 // Factor warps: raw q, k, g of a chunk -> the channel factors.
 //
 // With G the running sum of the gate over the chunk's tokens (base 2 throughout):
-//   kq_in = [k e^G; q e^G] lift    k_inverse = k e^-G / lift    k_out = k e^(G_last - G) lift
+//   kq_in = [k e^G; q e^G] lift    k_inverse = k e^-G / lift    k_out = k e^(G_last - G)
 //   decay = e^G_last
 // q and k are as they came: their norms are numbers of a token, and so left to the solvers, who
 // also see to the rare chunk in which q or k is so large or small, or anything not finite, that
@@ -123,7 +123,6 @@ __device__ inline void make_factors(const RawChunk& raw, const Gate& gate, int n
         // Token 15 sits in the last four lanes.
         const float last0 = __shfl_sync(~0u, decay[2], 28 + lane % 4);
         const float last1 = __shfl_sync(~0u, decay[3], 28 + lane % 4);
-        const float out0 = last0 * lift, out1 = last1 * lift;
         if (row == 7) {
             float4& both = stage.decay[core / 2][lane % 4];
             *reinterpret_cast<float2*>(channels ? &both.z : &both.x) =
@@ -137,7 +136,7 @@ __device__ inline void make_factors(const RawChunk& raw, const Gate& gate, int n
             const float inverse0 = k0 * growth[2 * half], inverse1 = k1 * growth[2 * half + 1];
             const u32 four[4] = {
                 mul_bf16x2(k, cvt_bf16x2(e0, e1)), cvt_bf16x2(bf16_low(q) * e0, bf16_high(q) * e1),
-                cvt_bf16x2(inverse0, inverse1), cvt_bf16x2(inverse0 * out0, inverse1 * out1)};
+                cvt_bf16x2(inverse0, inverse1), cvt_bf16x2(inverse0 * last0, inverse1 * last1)};
             put_factors(stage, core, half, four, lane);
         }
     }

@@ -48,7 +48,7 @@ __device__ inline ScoreNorms score_norms(const Stage& stage, int lane) {
         const int i = 8 * group + lane / 4, j = 8 * group + 2 * (lane % 4);
         const float2 beta = *reinterpret_cast<const float2*>(&stage.beta_norm[j]);
         norms.k[group] = stage.k_norm[i];
-        norms.beta[group] = make_float2(beta.x * (lift * lift), beta.y * (lift * lift));
+        norms.beta[group] = make_float2(beta.x * lift, beta.y * lift);
     }
     return norms;
 }
@@ -114,12 +114,14 @@ __device__ inline void solve_inverse(const float (&scores)[2][4], const ScoreNor
 // What a chunk needs that is not ordinary: rows rescaled, and factors as if it ended before its
 // first token that is not finite. Returns the tokens before that one; changes the norms.
 __device__ inline int make_again(RawChunk& raw, Stage& stage, float2& k_norm, float2& q_norm,
-                                 float2 k_sums, float2 q_sums, float beta, int num_live,
-                                 const HeadInputs& inputs, float lower_bound) {
+                                 float2 k_sums, float2 q_sums, float beta, float scale,
+                                 int num_live, const HeadInputs& inputs, float lower_bound) {
     // Read anew, or what only this needs would be worked out in the solver's loop.
     const int lane = mov_tid_x() % 32;
-    k_norm = rescale(raw.k, k_sums, lowest_k_sum, lane);
-    q_norm = rescale(raw.q, q_sums, lowest_q_sum, lane);
+    k_norm = rescale(raw.k, k_sums, lowest_k_sum, 0, lane);
+    // No row of q is ordinary then: all are brought down, and so their norms up.
+    q_norm = is_tiny(scale) ? rescale(raw.q, q_sums, highest_sum, tiny_log2, lane)
+                            : rescale(raw.q, q_sums, lowest_q_sum, 0, lane);
     const bool bad = !(from_diagonal(k_norm, lane) > 0.0f) || beta != beta;
     const u32 ballot = __ballot_sync(~0u, bad && lane < chunk);
     const int num_finite = min(ballot ? __ffs(ballot) - 1 : chunk, first_nan_token(raw.g, lane));
@@ -143,7 +145,7 @@ __device__ inline void solve(Shared& smem, u32 index, int num_live, float beta_l
     float2 sums[2];
     sums_of_squares(sums, raw_lane_address(raw.q, lane), lane);
     const float2 q_sums = sums[0], k_sums = sums[1];
-    const bool ordinary = all_ordinary(raw.k, k_sums, lowest_k_sum, lane) &&
+    const bool ordinary = !is_tiny(scale) && all_ordinary(raw.k, k_sums, lowest_k_sum, lane) &&
                           all_ordinary(raw.q, q_sums, lowest_q_sum, lane);
     // A sum of zero is that of a row of zeros, or make_again is to come.
     float2 k_norm = {k_sums.x > 0.0f ? norm(k_sums.x, 1e-6f) : 0.0f,
@@ -157,14 +159,14 @@ __device__ inline void solve(Shared& smem, u32 index, int num_live, float beta_l
     const bool finite = decay.x + decay.y + decay.z + decay.w < 1e3f && beta == beta;
     int num_finite = chunk;
     if (!ordinary || !__all_sync(~0u, finite)) {
-        num_finite = make_again(raw, stage, k_norm, q_norm, k_sums, q_sums, beta, num_live, inputs,
-                                lower_bound);
+        num_finite = make_again(raw, stage, k_norm, q_norm, k_sums, q_sums, beta, scale, num_live,
+                                inputs, lower_bound);
     }
     const float k_norm_t = from_diagonal(k_norm, lane), q_norm_t = from_diagonal(q_norm, lane);
     if (lane < chunk) {
         const float nan = __int_as_float(0x7fffffff);
-        const float k_norm_or_nan = lane < num_finite ? k_norm_t * (1.0f / lift) : nan;
-        stage.k_norm[lane] = k_norm_or_nan;
+        const float k_norm_or_nan = lane < num_finite ? k_norm_t : nan;
+        stage.k_norm[lane] = k_norm_or_nan * (1.0f / lift);
         stage.beta_norm[lane] = beta * k_norm_or_nan;
         stage.q_norm[lane] = scale * (q_norm_t * (1.0f / lift));
     }

@@ -75,10 +75,15 @@ __device__ inline float norm(float sum_of_squares, float epsilon) {
     return rsqrtf(sum_of_squares + epsilon);
 }
 
-// For rows of any finite size: brings those that are not ordinary to a largest element in [1, 2) by
-// a power of two, in place, or nearer to it by 2^70, and returns the norms of the rows as they are
-// then: 0 for rows that hold anything not finite.
-__device__ inline float2 rescale(u16 (&x)[chunk][head_dim], float2 sums, float lowest, int lane) {
+// A scale whose product with a norm of q may be subnormal, and what then helps: rows of q of 2^-60.
+constexpr int tiny_log2 = -60;
+__device__ inline bool is_tiny(float scale) { return scale != 0.0f && fabsf(scale) < 0x1p-40f; }
+
+// For rows of any finite size: brings those that are not ordinary to a largest element in [1, 2)
+// times 2^log2 by a power of two, in place, or nearer to it by 2^70, and returns the norms of the
+// rows as they are then: 0 for rows that hold anything not finite.
+__device__ inline float2 rescale(u16 (&x)[chunk][head_dim], float2 sums, float lowest, int log2,
+                                 int lane) {
     const u32 low = __ballot_sync(~0u, is_ordinary(sums.x, lowest));
     const u32 high = __ballot_sync(~0u, is_ordinary(sums.y, lowest));
     const int row = lane / 2;
@@ -93,7 +98,7 @@ __device__ inline float2 rescale(u16 (&x)[chunk][head_dim], float2 sums, float l
     largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
     const int exponent = max(1, static_cast<int>(largest >> 7));  // of the largest, biased by 127
     const float power =
-        __int_as_float((ordinary ? 127 : min(max(1, 254 - exponent), 127 + 70)) << 23);
+        __int_as_float((ordinary ? 127 : min(max(1, 254 - exponent + log2), 127 + 70)) << 23);
     if (!ordinary) {
         for (int i = 0; i < 32; ++i) {
             pairs[i] = cvt_bf16x2(bf16_low(pairs[i]) * power, bf16_high(pairs[i]) * power);

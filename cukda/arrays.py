@@ -131,7 +131,7 @@ def _view_other(name: str, array: object, stream: object) -> Array:
         strides = _in_elements(name, array.strides, array.itemsize)
         dtype, writable = _dtype_name(array.dtype), not read_only
         return Array(name, pointer, array.shape, strides, dtype, CPU, "numpy", writable, array)
-    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+    if dlpack.is_producer(name, array):
         return _view_dlpack(name, array, stream)
     raise TypeError(
         f"{name}: expected an array (torch, CuPy, NumPy or DLPack), got {type(array).__name__}"
@@ -447,7 +447,7 @@ class _Memory:
 def _view_dlpack(name: str, producer: object, stream: object) -> Array:
     ordinal = dlpack.cuda_ordinal(name, producer)
     if ordinal is None:
-        loan = dlpack.borrow(name, producer, None)
+        loan = dlpack.borrow(name, producer, None, None)
     else:
         cuda = import_cupy().cuda
         try:
@@ -461,7 +461,7 @@ def _view_dlpack(name: str, producer: object, stream: object) -> Array:
                 pointer = _stream_pointer(stream, ordinal)
             # Some producers export only what is on the current device.
             with cuda.Device(ordinal):
-                loan = dlpack.borrow(name, producer, pointer)
+                loan = dlpack.borrow(name, producer, ordinal, pointer)
         except cuda.runtime.CUDARuntimeError as error:
             raise no_usable_gpu(error) from error
     device = CPU if ordinal is None else ordinal
@@ -477,13 +477,15 @@ def _refuse_null(array: Array) -> None:
 
 def _empty_dlpack(array: Array) -> object:
     producer = array.owner.producer
-    library = getattr(producer, "__array_namespace__", lambda: None)()
-    dtype = getattr(library, array.dtype, None)
-    if dtype is None:
+    try:
+        library = producer.__array_namespace__()
+        return library.empty(
+            array.shape, dtype=getattr(library, array.dtype), device=producer.device
+        )
+    except Exception as error:
         kind = type(producer).__name__
         got = f"None, and {kind} ({array.name}) has no array API to make one of {array.dtype} with"
-        raise ValueError(f"out: expected an array, got {got}")
-    return library.empty(array.shape, dtype=dtype, device=producer.device)
+        raise ValueError(f"out: expected an array, got {got}") from error
 
 
 def _current_stream(library: str, device: int) -> int:

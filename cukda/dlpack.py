@@ -75,7 +75,7 @@ class Loan:
     """Memory lent by a producer; given back through the producer's deleter when this dies.
 
     pointer is the address of element 0, 0 without memory; strides are in elements; dtype is a name
-    like "bfloat16".
+    like "bfloat16"; device is DLPack's type and number.
     """
 
     def __init__(self, name: str, producer: object, capsule: object):
@@ -104,6 +104,7 @@ class Loan:
         self.writable = not flags & _FLAG_READ_ONLY
 
         tensor = self._managed.tensor
+        self.device = tensor.device_type, tensor.device_id
         self.pointer = tensor.data + tensor.byte_offset if tensor.data else 0
         self.shape = tuple(tensor.shape[: tensor.ndim])
         # No strides mean row-major order.
@@ -116,6 +117,14 @@ class Loan:
         managed = getattr(self, "_managed", None)
         if managed is not None and managed.deleter:
             _Deleter(managed.deleter)(ctypes.addressof(managed))
+
+
+def is_producer(name: str, array: object) -> bool:
+    """Whether an object speaks the protocol. Errors: TypeError (it raises when it is asked)."""
+    try:
+        return hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
+    except Exception as error:
+        raise _refusal(name, array, error) from error
 
 
 def cuda_ordinal(name: str, producer: object) -> int | None:
@@ -135,11 +144,13 @@ def cuda_ordinal(name: str, producer: object) -> int | None:
     raise ValueError(f"{name}: expected a CPU or CUDA device, got {got}")
 
 
-def borrow(name: str, producer: object, stream: int | None) -> Loan:
-    """The producer's memory, ready for later work on a CUDA stream (None for the CPU).
+def borrow(name: str, producer: object, ordinal: int | None, stream: int | None) -> Loan:
+    """The producer's memory on a CUDA device, ready for later work on a stream there; both None for
+    the CPU.
 
     stream: a pointer, 0 for the legacy default stream.
-    Errors: TypeError (the producer raises, or gives no capsule), ValueError (a copy of its memory).
+    Errors: TypeError (the producer raises, or gives no capsule), ValueError (a copy of its memory,
+    or memory elsewhere).
     """
     # The protocol's number for the legacy default stream is 1.
     arguments = {} if stream is None else {"stream": stream or 1}
@@ -151,7 +162,17 @@ def borrow(name: str, producer: object, stream: int | None) -> Loan:
             capsule = producer.__dlpack__(**arguments)
     except Exception as error:
         raise _refusal(name, producer, error) from error
-    return Loan(name, producer, capsule)
+    loan = Loan(name, producer, capsule)
+    device_type, device_id = loan.device
+    if ordinal is None:
+        is_there = device_type in _HOST_DEVICES
+    else:
+        is_there = device_type in _CUDA_DEVICES and device_id == ordinal
+    if not is_there:
+        expected = "the CPU" if ordinal is None else f"CUDA device {ordinal}"
+        got = f"some on number {device_id} of DLPack device type {device_type}"
+        raise ValueError(f"{name}: expected memory on {expected}, as it says, got {got}")
+    return loan
 
 
 def _refusal(name: str, producer: object, error: Exception) -> TypeError:

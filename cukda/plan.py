@@ -62,11 +62,13 @@ _ITEM_CYCLES = 6_600
 # ... for CUTS, for JOIN with nothing to do, with something, and for a step of its chain.
 _CUTS_CYCLES = 10_500
 _IDLE_JOIN_CYCLES = 5_000
-_JOIN_CYCLES = 21_000
-_CHAIN_CYCLES = 4_800
-# Of a token of joined items beside others; and tokens whose outputs JOIN adds up in a cycle.
-_JOINED_COST = 1.12
-_OUTPUTS_PER_CYCLE = 2.4
+_JOIN_CYCLES = 22_700
+_CHAIN_CYCLES = 4_000
+# ... for a joined item; of its token beside another's; and tokens whose outputs JOIN adds up in a
+# cycle.
+_JOINED_ITEM_CYCLES = 16_300
+_JOINED_COST = 1.062
+_OUTPUTS_PER_CYCLE = 1.77
 # A segment begins with the tokens before it that make its state: 32 or 48 where the gate is fast.
 _WARM_UP = 40
 # Segments are made of pairs of chunks, so that few lengths are thought of; and at least so long.
@@ -83,7 +85,7 @@ _LEADING_BITS = 5
 _FAST_WEIGHT = 3
 # ... but not where slow ones would take so many times the least that they can, and a few cycles,
 # which are much of a short call.
-_MOST_SLOWER, _SLOWER_CYCLES = 1.2, 4_000
+_MOST_SLOWER, _SLOWER_CYCLES = 1.2, 2_000
 # The most memory that a call takes beside the caller's: this, or as much as q, k, v, g and out do;
 # but no more than such a part of all.
 _MOST_BYTES = 2**30
@@ -422,7 +424,7 @@ def _cycles_of(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> 
     num_rounds = (first_joined / join_every + 2 * num_joined) * num_items / gpu.num_sms
     run = join_every * length
     busy = max(first_joined * length, math.ceil(num_rounds) * run)
-    slow = _START_CYCLES + math.ceil(busy / run) * _ITEM_CYCLES
+    slow = _START_CYCLES + math.ceil(busy / run) * _JOINED_ITEM_CYCLES
     slow += busy * variant.token_cycles * _JOINED_COST
     num_outputs = shape.num_sequences * shape.num_heads * (total - first_joined * length)
     join = num_joined * _CHAIN_CYCLES + num_outputs / _OUTPUTS_PER_CYCLE

@@ -293,6 +293,36 @@ def test_dlpack_refuses_what_is_no_device(device):
         arrays.view("k", producer)
 
 
+@pytest.mark.parametrize("lie", [(2, 0), (4, 0), (8, 1)])
+def test_dlpack_refuses_memory_that_is_elsewhere(lie):
+    class Liar:
+        def __dlpack_device__(self):
+            return (1, 0)
+
+        def __dlpack__(self, *, max_version):
+            capsule = np.zeros(3, np.float32).__dlpack__(max_version=max_version)
+            tensor = header(capsule).tensor
+            tensor.device_type, tensor.device_id = lie
+            return capsule
+
+    message = (
+        f"^k: expected memory on the CPU, as it says, got some on number {lie[1]} of DLPack dev"
+    )
+    with pytest.raises(ValueError, match=message):
+        arrays.view("k", Liar())
+
+
+@pytest.mark.parametrize("attribute", ["__dlpack__", "__dlpack_device__"])
+def test_dlpack_refuses_producers_that_raise_when_asked(attribute):
+    def fail(self):
+        raise RuntimeError("boom")
+
+    producer = type("Producer", (Producer,), {attribute: property(fail)})(np.zeros(3))
+    message = r"^k: expected an array that DLPack can export, got Producer \(RuntimeError: boom\)$"
+    with pytest.raises(TypeError, match=message):
+        arrays.view("k", producer)
+
+
 @pytest.mark.parametrize("ordinal", [-1, 2, 2**70])
 def test_dlpack_refuses_devices_that_are_not_there(monkeypatch, ordinal):
     fake = FakeCuPy()
@@ -529,6 +559,24 @@ def test_empty_like_through_the_array_api():
     producer.device = "cpu"
     new = arrays.empty_like(viewed)
     assert (new.shape, new.dtype) == ((2, 3), np.float32)
+
+
+@pytest.mark.parametrize("broken", ["namespace", "no device", "device"])
+def test_empty_like_without_an_array_api_that_works(broken):
+    def fail():
+        raise KeyError("boom")
+
+    producer = Producer(np.zeros(3, np.float32))
+    viewed = arrays.view("v", producer)
+    producer.__array_namespace__ = fail if broken == "namespace" else lambda: np
+    producer.device = "nonsense"
+    if broken == "no device":
+        del producer.device
+    message = (
+        r"^out: expected an array, got None, and Producer \(v\) has no array API to make one of "
+    )
+    with pytest.raises(ValueError, match=message):
+        arrays.empty_like(viewed)
 
 
 @pytest.mark.parametrize("wrap", [lambda tensor: tensor, Producer], ids=["torch", "dlpack"])

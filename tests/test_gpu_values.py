@@ -248,10 +248,28 @@ def test_size_of_the_values():
     hardware.check(case, *TOLERANCE["values"])
 
 
-@pytest.mark.parametrize("scale", [-0.5, 1.0, 300.0, 1e-10])
+@pytest.mark.parametrize("scale", [-0.5, 1.0, 300.0, 1e-10, 1e-12, -1e-13, 1e-20, 4e-35])
 def test_scale(scale):
     case = inputs.make([50], 2, seed=41, batch=1)
     hardware.check({**case, "scale": scale}, *TOLERANCE["values"])
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-15, 1e-17, 1e-19])
+def test_scale_with_short_queries_and_a_large_state(scale):
+    """What comes of scale, norm and state is a normal number; scale times the norm is none."""
+    case = inputs.make([50], 2, seed=59, batch=1)
+    case["q"] = (case["q"].astype(np.float32) * np.float32(1e-20)).astype(inputs.BF16)
+    case["initial_state"] = case["initial_state"] * np.float32(1e6)
+    hardware.check({**case, "scale": scale}, *TOLERANCE["values"])
+
+
+@pytest.mark.parametrize("size", [1e-32, 1e-30])
+def test_small_values(size):
+    """What they add to the state counts from the first on."""
+    case = inputs.make([50], 2, seed=61, batch=1)
+    case["v"] = (case["v"].astype(np.float32) * np.float32(size)).astype(inputs.BF16)
+    case["initial_state"] = case["initial_state"] * np.float32(0)
+    hardware.check(case, *TOLERANCE["values"])
 
 
 def test_scale_zero():

@@ -7,6 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
+from test_arrays import header
 
 from cukda import arrays
 
@@ -266,7 +267,10 @@ def test_dlpack_producer_is_told_the_stream_on_its_device(cuda, current, given, 
 
         def __dlpack__(self, *, stream, max_version):
             seen.append((stream, cuda.device))
-            return np.zeros(3, np.float32).__dlpack__(max_version=max_version)
+            capsule = np.zeros(3, np.float32).__dlpack__(max_version=max_version)
+            tensor = header(capsule).tensor
+            tensor.device_type, tensor.device_id = self.__dlpack_device__()
+            return capsule
 
     assert arrays.view("q", OnGpu(), given).device == 1
     assert seen == [(told, 1)]
