@@ -75,8 +75,9 @@ __device__ inline float norm(float sum_of_squares, float epsilon) {
     return rsqrtf(sum_of_squares + epsilon);
 }
 
-// A scale whose product with a norm of q may be subnormal, and what then helps: rows of q of 2^-60.
-constexpr int tiny_log2 = -60;
+// A scale whose product with a norm of q may be subnormal, and what then helps: rows of q as short
+// as lowest_q_sum lets them be.
+constexpr int tiny_log2 = -12;
 __device__ inline bool is_tiny(float scale) { return scale != 0.0f && fabsf(scale) < 0x1p-40f; }
 
 // For rows of any finite size: brings those that are not ordinary to a largest element in [1, 2)

@@ -3,7 +3,7 @@
 The run is on the best GPU there is, or on the CPU without one. It is checked against the float64
 recurrence `recurrence` below, token by token, on a few heads, and on a GPU its time is compared
 with the time in which the same GPU copies the bytes of q, k, v, g and out. Exit status 1 when the
-run fails or its result is wrong.
+run fails, its result is wrong or the report cannot be written.
 """
 
 import argparse
@@ -407,8 +407,11 @@ if __name__ == "__main__":
         status = main()
         if sys.stdout is not None:
             sys.stdout.flush()
-    except BrokenPipeError:
-        # Who reads has gone, as `head` does; the interpreter is not to flush once more.
+    except OSError as error:
+        # The interpreter is not to flush once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Who reads may have gone, as `head` does.
+        if not isinstance(error, BrokenPipeError):
+            _say(f"the report cannot be written ({error})\n")
         status = 1
     sys.exit(status)

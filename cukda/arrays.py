@@ -175,23 +175,22 @@ def check(
 def real(name: str, value: object) -> float:
     """A real number as float: int, float, NumPy scalar or 0-d array on the CPU.
 
-    Errors: TypeError for anything else, bool and arrays on a GPU too; ValueError for an int
-    beyond the range of float.
+    Errors: TypeError for anything else, bool, arrays on a GPU and numbers that no float can be made
+    of too; ValueError for an int beyond the range of float.
     """
     if type(value) is float:
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         try:
             return float(value)
-        except OverflowError:
-            # Not the number: Python does not print one of more than 4300 digits.
-            got = f"an int of {value.bit_length()} bits"
-            raise ValueError(f"{name}: expected a number in float's range, got {got}") from None
+        # A subclass may raise anything.
+        except Exception as error:
+            raise _no_float(name, value, error) from error
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name}: expected a real number, got {type(value).__name__}")
     if isinstance(value, np.generic):
         value = np.asarray(value)
-    if not isinstance(value, np.ndarray) and not hasattr(value, "__dlpack__"):
+    if not isinstance(value, np.ndarray) and not dlpack.is_producer(name, value):
         raise TypeError(f"{name}: expected a real number, got {type(value).__name__}")
     array = view(name, value)
     if array.shape:
@@ -215,12 +214,13 @@ def empty_like(array: Array, stream: object = None) -> object:
 
     stream: as in launch_on. The memory comes from the library's current stream, so a stream given
     here first waits for that one.
-    Errors: ValueError that names `out` when a DLPack library has no array API to allocate with.
+    Errors: ValueError that names `out` when a DLPack library has no array API to allocate with, and
+    that or TypeError when it allocates another array; what it raises itself comes out as it is.
     """
     if array.library == "numpy":
         return np.empty(array.shape, _numpy_dtype(array.dtype))
     if array.library == "dlpack":
-        return _empty_dlpack(array)
+        return _empty_dlpack(array, stream)
     if array.library == "torch":
         torch = sys.modules["torch"]
         dtype = getattr(torch, array.dtype)
@@ -475,17 +475,28 @@ def _refuse_null(array: Array) -> None:
         raise ValueError(f"{array.name}: expected an array with memory, got a null pointer")
 
 
-def _empty_dlpack(array: Array) -> object:
+def _no_float(name: str, value: object, error: Exception) -> Exception:
+    """The refusal of an int or float that float() raises for."""
+    if isinstance(error, OverflowError) and isinstance(value, int):
+        # Not the number: Python does not print one of more than 4300 digits.
+        got = f"an int of {int.bit_length(value)} bits"
+        return ValueError(f"{name}: expected a number in float's range, got {got}")
+    got = f"{type(value).__name__} ({type(error).__name__}: {error})"
+    return TypeError(f"{name}: expected a real number, got {got}")
+
+
+def _empty_dlpack(array: Array, stream: object) -> object:
     producer = array.owner.producer
     try:
         library = producer.__array_namespace__()
-        return library.empty(
-            array.shape, dtype=getattr(library, array.dtype), device=producer.device
-        )
+        empty, dtype, device = library.empty, getattr(library, array.dtype), producer.device
     except Exception as error:
         kind = type(producer).__name__
         got = f"None, and {kind} ({array.name}) has no array API to make one of {array.dtype} with"
         raise ValueError(f"out: expected an array, got {got}") from error
+    new = empty(array.shape, dtype=dtype, device=device)
+    check(view("out", new, stream), (array.dtype,), array.shape, array.device)
+    return new
 
 
 def _current_stream(library: str, device: int) -> int:

@@ -81,7 +81,8 @@ class Loan:
     def __init__(self, name: str, producer: object, capsule: object):
         """Take the capsule over; name is the parameter's, for messages.
 
-        Errors: TypeError (no fresh capsule, or of another major version), ValueError (a copy).
+        Errors: TypeError (no fresh capsule, or of another major version, or without a shape),
+        ValueError (a copy).
         """
         if _is_valid(capsule, _FRESH_VERSIONED):
             structure, fresh, used = _ManagedVersioned, _FRESH_VERSIONED, _USED_VERSIONED
@@ -104,6 +105,10 @@ class Loan:
         self.writable = not flags & _FLAG_READ_ONLY
 
         tensor = self._managed.tensor
+        if tensor.ndim < 0 or (tensor.ndim and not tensor.shape):
+            got = f"ndim = {tensor.ndim} and {'a' if tensor.shape else 'no'} shape"
+            expected = "a DLPack capsule with ndim ≥ 0 and a shape"
+            raise TypeError(f"{name}: expected {expected}, got {got}")
         self.device = tensor.device_type, tensor.device_id
         self.pointer = tensor.data + tensor.byte_offset if tensor.data else 0
         self.shape = tuple(tensor.shape[: tensor.ndim])

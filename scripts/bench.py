@@ -1,6 +1,6 @@
 """Times cukda.fwd on the cases of cases_h200.json, each checked before it is timed.
 
-    python scripts/bench.py [--case NAME ...] [--out FOLDER] [--no-check]
+    python scripts/bench.py [--case NAME] ... [--out FOLDER] [--no-check]
 
 Prints a Markdown table; `--out` writes bench.md, bench.json and bench.png. Exit status 1 when a
 result is wrong. Checked means: against the float64 recurrence of tests/oracle.py, on the GPU, on
@@ -503,7 +503,8 @@ def markdown(result: dict, cases: dict) -> str:
 def main(arguments: list[str] | None = None) -> int:
     cases = figures.load_cases()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", action="append", choices=cases, metavar="NAME", help="only this")
+    repeated = {"action": "append", "help": "only this; may be repeated"}
+    parser.add_argument("--case", choices=cases, metavar="NAME", **repeated)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write bench.md, .json, .png")
     parser.add_argument("--no-check", action="store_true", help="time without checking")
     options = parser.parse_args(arguments)

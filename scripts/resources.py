@@ -7,6 +7,8 @@ python scripts/resources.py [--arch sm_90a ...]
 """
 
 import argparse
+import re
+import sys
 import time
 
 from cukda import jit, plan, sigmoid_ext
@@ -15,10 +17,16 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 COLUMNS = ("kernel", "arch", "registers", "spill bytes", "stack", "static + dynamic shared", "s")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES)
-    architectures = parser.parse_args().arch
+    parser.add_argument(
+        "--arch",
+        nargs="+",
+        type=_arch,
+        default=ARCHITECTURES,
+        help=f"only these, as in sm_90a (default {' '.join(ARCHITECTURES)})",
+    )
+    architectures = parser.parse_args(arguments).arch
 
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     for variant in (*plan.variants(), plan.CUTS, plan.JOIN, *sigmoid_ext.VARIANTS):
@@ -29,7 +37,11 @@ def main() -> None:
             if needs_hopper and arch != "sm_90a":
                 continue
             start = time.perf_counter()
-            compiled = jit.compile(variant.source, variant.defines, arch)
+            try:
+                compiled = jit.compile(variant.source, variant.defines, arch)
+            # Of an architecture that this NVRTC does not know its message is one line.
+            except RuntimeError as error:
+                sys.exit(str(error).strip())
             seconds = time.perf_counter() - start
             found = compiled.resources[variant.entry]
             dynamic_bytes = getattr(variant, "shared_bytes", 0)
@@ -43,6 +55,14 @@ def main() -> None:
                 f"{seconds:.1f}",
             )
             print(f"| {' | '.join(map(str, row))} |", flush=True)
+
+
+def _arch(text: str) -> str:
+    form = re.fullmatch(r"sm_([0-9]{2,3})[a-z]?", text)
+    if not form or int(form[1]) < jit.OLDEST_ARCH:
+        expected = f"sm_{jit.OLDEST_ARCH} or newer, as in sm_90a"
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
+    return text
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """compute-sanitizer's memcheck, racecheck and synccheck on a small problem of every kernel variant.
 
-    python scripts/sanitize.py [--tool TOOL ...]
+    python scripts/sanitize.py [--tool TOOL] ...
 
 Prints a row a run, also where the GPU cannot run the variant; exit status 1 when a run is not
 clean, or did not run. Needs a GPU, CuPy and compute-sanitizer (of the CUDA toolkit) on the PATH.
@@ -148,7 +148,8 @@ def run(tool: str, name: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tool", action="append", choices=TOOLS, help="only this")
+    repeated = {"action": "append", "help": "only this; may be repeated"}
+    parser.add_argument("--tool", choices=TOOLS, **repeated)
     parser.add_argument("--compute", choices=names(), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.compute:

@@ -20,6 +20,7 @@ A result is a dict:
 """
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
@@ -41,6 +42,7 @@ HEADS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 MOST_TOKENS = 131072
 MOST_JUMP = 1.5
 LIMIT_SECONDS = 150
+RESULT_KEYS = {"machine", "date", "arrays", "state", "seconds", "again", "times"}
 # Device time to spend on a point's replays, and a quarter of it on one; long calls take more.
 POINT_MS = 20
 MIN_REPLAYS, MAX_REPLAYS = 3, 15
@@ -527,14 +529,20 @@ def write(result: dict, folder: Path) -> None:
 
 
 def load(path: Path) -> dict:
-    """A result that `write` wrote."""
+    """A result that `write` wrote. Errors: OSError, ValueError (something else is in the file)."""
     result = json.loads(path.read_text(encoding="utf-8"))
-    result["times"] = {
-        Point(gate, int(heads), int(tokens)): ms
-        for gate, of_heads in result["times"].items()
-        for heads, of_tokens in of_heads.items()
-        for tokens, ms in of_tokens.items()
-    }
+    lacking = RESULT_KEYS - (result.keys() if isinstance(result, dict) else set())
+    if lacking:
+        raise ValueError(f"it has no {', '.join(sorted(lacking))}")
+    try:
+        result["times"] = {
+            Point(gate, int(heads), int(tokens)): ms
+            for gate, of_heads in result["times"].items()
+            for heads, of_tokens in of_heads.items()
+            for tokens, ms in of_tokens.items()
+        }
+    except AttributeError as error:
+        raise ValueError("its times are not by gate, heads and tokens") from error
     return result
 
 
@@ -542,11 +550,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     several = {"nargs": "+", "action": "extend"}
     parser.add_argument("--gate", choices=GATES, help="only these", **several)
-    parser.add_argument("--heads", type=_count, metavar="H", help="only these", **several)
+    parser.add_argument("--heads", type=_num_heads, metavar="H", help="only these", **several)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write sweep.json, .png")
     parser.add_argument(
         "--limit",
-        type=float,
+        type=_seconds,
         default=LIMIT_SECONDS,
         metavar="SECONDS",
         help=f"no new point after so long (default {LIMIT_SECONDS})",
@@ -557,9 +565,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     gates = [gate for gate in GATES if gate in (options.gate or GATES)]
     if options.file:
-        if not options.file.is_file():
-            parser.error(f"--from: expected a sweep.json, got {options.file}, which is no file")
-        result = load(options.file)
+        try:
+            result = load(options.file)
+        except (OSError, ValueError) as error:
+            parser.error(f"--from: expected a sweep.json, got {options.file} ({error})")
         result["times"] = {
             point: ms
             for point, ms in result["times"].items()
@@ -585,10 +594,18 @@ def _report(result: dict, folder: Path | None) -> int:
     return 0 if is_good(result["times"]) else 1
 
 
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a count from 1 on, got {text}")
-    return int(text)
+def _num_heads(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if int(text) > 0:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"expected a positive number of heads, got {text}")
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if float(text) >= 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected seconds, from 0 on, got {text}")
 
 
 if __name__ == "__main__":

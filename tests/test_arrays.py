@@ -273,6 +273,28 @@ def test_dlpack_refusal_gives_the_memory_back(field, value, error, message):
     assert alive() is None
 
 
+@pytest.mark.parametrize("ndim, shape", [(-1, "a"), (-1, "no"), (1, "no")])
+def test_dlpack_refuses_a_capsule_without_a_shape(ndim, shape):
+    class Shapeless(Producer):
+        def __dlpack__(self, *, max_version):
+            capsule = self.array.__dlpack__(max_version=max_version)
+            tensor = header(capsule).tensor
+            tensor.ndim = ndim
+            if shape == "no":
+                tensor.shape = None
+            return capsule
+
+    message = f"^k: expected a DLPack capsule with ndim ≥ 0 and a shape, got ndim = {ndim} and "
+    with pytest.raises(TypeError, match=f"{message}{shape} shape$"):
+        arrays.view("k", Shapeless(np.zeros(3, np.float32)))
+
+
+def test_dlpack_of_no_dimensions_needs_no_shape():
+    capsule = np.zeros((), np.float32).__dlpack__(max_version=(1, 0))
+    header(capsule).tensor.shape = None
+    assert dlpack.Loan("x", None, capsule).shape == ()
+
+
 def test_dlpack_refuses_other_devices_and_failing_producers():
     metal = Producer(np.zeros(3, np.float32), device=(8, 0))
     with pytest.raises(
@@ -494,9 +516,6 @@ def test_real_is_not_masked(value):
 def test_real_leaves_range_to_its_caller():
     assert math.isnan(arrays.real("scale", np.float32("nan")))
     assert arrays.real("scale", -math.inf) == -math.inf
-    message = "^scale: expected a number in float's range, got an int of 20001 bits$"
-    with pytest.raises(ValueError, match=message):
-        arrays.real("scale", -(2**20_000))
 
 
 @pytest.mark.parametrize(
@@ -517,6 +536,45 @@ def test_real_leaves_range_to_its_caller():
 )
 def test_real_refuses(value, got):
     with pytest.raises(TypeError, match=f"^scale: expected a real number, got {got}$"):
+        arrays.real("scale", value)
+
+
+class Int(int):
+    pass
+
+
+@pytest.mark.parametrize("kind", [int, Int])
+def test_real_beyond_the_range_of_float(kind):
+    message = "^scale: expected a number in float's range, got an int of 20001 bits$"
+    with pytest.raises(ValueError, match=message):
+        arrays.real("scale", kind(-(2**20_000)))
+
+
+def boom(self):
+    raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("base", [int, float, np.float64])
+@pytest.mark.parametrize(
+    "to_float, why",
+    [(boom, "RuntimeError: boom"), (lambda self: "1", r"TypeError: .*returned non-float.*")],
+)
+def test_real_refuses_what_no_float_can_be_made_of(base, to_float, why):
+    value = type("Odd", (base,), {"__float__": to_float})(1)
+    with pytest.raises(TypeError, match=rf"^scale: expected a real number, got Odd \({why}\)$"):
+        arrays.real("scale", value)
+
+
+def test_real_refuses_what_raises_when_asked_for_dlpack():
+    value = type("Odd", (), {"__dlpack__": property(boom)})()
+    message = r"^scale: expected an array that DLPack can export, got Odd \(RuntimeError: boom\)$"
+    with pytest.raises(TypeError, match=message):
+        arrays.real("scale", value)
+
+
+def test_real_refuses_half_a_dlpack_producer():
+    value = type("Odd", (), {"__dlpack__": lambda self: None})()
+    with pytest.raises(TypeError, match="^scale: expected a real number, got Odd$"):
         arrays.real("scale", value)
 
 
@@ -561,22 +619,71 @@ def test_empty_like_through_the_array_api():
     assert (new.shape, new.dtype) == ((2, 3), np.float32)
 
 
-@pytest.mark.parametrize("broken", ["namespace", "no device", "device"])
+def with_array_api(empty):
+    """The view of a producer whose library makes arrays like this."""
+    producer = Producer(np.zeros((2, 3), np.float32))
+    viewed = arrays.view("v", producer)
+    library = types.SimpleNamespace(float32="float32", empty=empty)
+    producer.__array_namespace__ = lambda: library
+    producer.device = "here"
+    return viewed
+
+
+@pytest.mark.parametrize("broken", ["namespace", "empty", "dtype", "device"])
 def test_empty_like_without_an_array_api_that_works(broken):
     def fail():
         raise KeyError("boom")
 
-    producer = Producer(np.zeros(3, np.float32))
-    viewed = arrays.view("v", producer)
-    producer.__array_namespace__ = fail if broken == "namespace" else lambda: np
-    producer.device = "nonsense"
-    if broken == "no device":
+    viewed = with_array_api(None)
+    producer = viewed.owner.producer
+    if broken == "namespace":
+        producer.__array_namespace__ = fail
+    elif broken == "device":
         del producer.device
+    else:
+        delattr(producer.__array_namespace__(), "float32" if broken == "dtype" else broken)
     message = (
         r"^out: expected an array, got None, and Producer \(v\) has no array API to make one of "
     )
     with pytest.raises(ValueError, match=message):
         arrays.empty_like(viewed)
+
+
+@pytest.mark.parametrize("error", [MemoryError, TypeError, ValueError])
+def test_empty_like_passes_on_what_the_array_api_raises(error):
+    raised = error("boom")
+
+    def empty(shape, dtype, device):
+        raise raised
+
+    with pytest.raises(error) as caught:
+        arrays.empty_like(with_array_api(empty))
+    assert caught.value is raised
+
+
+@pytest.mark.parametrize(
+    "new, error, message",
+    [
+        (np.zeros((2, 3), np.int32), TypeError, "dtype float32, got int32"),
+        (np.zeros((3, 2), np.float32), ValueError, r"shape \(2, 3\), got \(3, 2\)"),
+        (np.zeros((3, 2), np.float32).T, ValueError, "a contiguous array, got strides"),
+        (torch.zeros(2, 3, device="meta"), ValueError, "a CPU or CUDA device, got meta"),
+        (None, TypeError, "an array .*, got NoneType"),
+    ],
+    ids=["dtype", "shape", "layout", "device", "none"],
+)
+def test_empty_like_refuses_another_array_of_the_array_api(new, error, message):
+    with pytest.raises(error, match=f"^out: expected {message}"):
+        arrays.empty_like(with_array_api(lambda shape, dtype, device: new))
+
+
+def test_empty_like_refuses_an_array_elsewhere():
+    cupy = pytest.importorskip("cupy")
+    host = np.zeros((2, 3), np.float32)
+    memory = cupy.cuda.UnownedMemory(host.ctypes.data, host.nbytes, host, 1)
+    new = cupy.ndarray((2, 3), np.float32, memptr=cupy.cuda.MemoryPointer(memory, 0))
+    with pytest.raises(ValueError, match="^out: expected device cpu, got cuda:1$"):
+        arrays.empty_like(with_array_api(lambda shape, dtype, device: new))
 
 
 @pytest.mark.parametrize("wrap", [lambda tensor: tensor, Producer], ids=["torch", "dlpack"])

@@ -190,11 +190,17 @@ def test_command_line(monkeypatch, capsys, result):
     monkeypatch.setattr(bench, "why_not", lambda: None)
     monkeypatch.setattr(bench, "run", run)
     assert bench.main(["--case", "h12_2048", "--no-check"]) == 1
-    assert asked == [(["h12_2048"], False)]
+    assert asked.pop() == (["h12_2048"], False)
     result["wrong"] = []
     assert bench.main([]) == 0
-    assert asked[1] == (list(CASES), True)
+    assert asked.pop() == (list(CASES), True)
     assert capsys.readouterr().out.count("| h12_2048 |") == 2
+    assert bench.main(["--case", "h12_2048", "--case", "h4_1024"]) == 0
+    assert asked.pop() == (["h12_2048", "h4_1024"], True)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        bench.main(["--help"])
+    assert "only this; may be repeated" in capsys.readouterr().out
 
 
 def test_what_was_measured_before_a_crash_is_printed(monkeypatch, capsys, result):

@@ -6,6 +6,7 @@ import re
 import time
 
 import pytest
+import resources
 
 from cukda import jit, plan, sigmoid_ext
 
@@ -128,3 +129,25 @@ def test_binary_is_for_the_architecture_asked_for():
     compiled = jit.compile(variant.source, variant.defines, "sm_90a")
     assert "for 'sm_90a'" in compiled.log
     assert compiled.cubin.startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("arch", ["x", "sm_", "90", "compute_90", "sm_75", "sm_9"])
+def test_the_resource_report_refuses_what_kernels_cannot_be_compiled_for(capsys, arch):
+    with pytest.raises(SystemExit):
+        resources.main(["--arch", "sm_80", arch])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"--arch: expected sm_80 or newer, as in sm_90a, got {arch}")
+
+
+def test_the_resource_report_of_an_architecture_that_nvrtc_does_not_know():
+    with pytest.raises(SystemExit) as caught:
+        resources.main(["--arch", "sm_99"])
+    (line,) = caught.value.code.splitlines()
+    assert "does not compile for sm_99" in line and "invalid value for --gpu-architecture" in line
+
+
+def test_the_resource_report_says_what_it_takes(capsys):
+    with pytest.raises(SystemExit):
+        resources.main(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"as in sm_90a (default {' '.join(resources.ARCHITECTURES)})" in words

@@ -71,6 +71,17 @@ def test_without_a_place_for_words(end):
     assert "Error" not in done.stderr
 
 
+@pytest.mark.parametrize("options", ["", "--json"])
+def test_a_report_that_cannot_be_written(options):
+    command = f'"{sys.executable}" -m cukda {options} >/dev/full'
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        "the report cannot be written ([Errno 28] No space left on device)\n"
+    )
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
 def test_without_docstrings():
     done = run_module("--help", PYTHONOPTIMIZE="2")
     assert done.returncode == 0 and done.stdout.startswith("usage: python -m cukda"), done.stderr

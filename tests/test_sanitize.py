@@ -85,6 +85,17 @@ def test_a_run_that_fails_is_not_clean(sanitizer, capsys):
     assert "exit status 3: ERROR SUMMARY: 0 errors" in capsys.readouterr().out
 
 
+def test_tools_are_chosen_one_by_one(sanitizer, capsys):
+    sanitizer(by_tool(**CLEAN))
+    assert sanitize.main(["--tool", "memcheck", "--tool", "synccheck"]) == 0
+    tools = [row.split()[0] for row in capsys.readouterr().out.splitlines()]
+    assert tools == [tool for tool in ("memcheck", "synccheck") for _ in sanitize.names()]
+    assert "[--tool TOOL] ..." in sanitize.__doc__
+    with pytest.raises(SystemExit):
+        sanitize.main(["--help"])
+    assert "only this; may be repeated" in capsys.readouterr().out
+
+
 def test_without_compute_sanitizer(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert sanitize.main(["--tool", "memcheck"]) == 1

@@ -357,9 +357,18 @@ def test_a_file_is_judged_again(result, tmp_path, capsys):
 
 
 def test_command_line(monkeypatch, capsys, result):
-    for wrong in (["--gate", "half"], ["--heads", "0"], ["--heads", "many"], ["--limit", "soon"]):
+    for option, value, expected in [
+        ("--gate", "half", "choose from"),
+        ("--heads", "0", "expected a positive number of heads, got 0"),
+        ("--heads", "x", "expected a positive number of heads, got x"),
+        ("--limit", "soon", "expected seconds, from 0 on, got soon"),
+        ("--limit", "-1", "expected seconds, from 0 on, got -1"),
+        ("--limit", "nan", "expected seconds, from 0 on, got nan"),
+    ]:
         with pytest.raises(SystemExit):
-            sweep.main(wrong)
+            sweep.main([option, value])
+        error = capsys.readouterr().err
+        assert f"argument {option}: " in error and expected in error
     monkeypatch.setattr(bench, "why_not", lambda: "no driver")
     assert sweep.main([]) == 1
     assert "needs an NVIDIA GPU and CuPy (no driver)" in capsys.readouterr().err
@@ -398,3 +407,24 @@ def test_a_file_that_is_not_there(tmp_path, capsys):
     with pytest.raises(SystemExit):
         sweep.main(["--from", str(tmp_path / "none.json")])
     assert "--from: expected a sweep.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (lambda sweep: b"{", "Expecting property name"),
+        (lambda sweep: b"\xff", "can't decode byte"),
+        (lambda sweep: [sweep], "it has no again, arrays, date, machine, seconds, state, times"),
+        (lambda sweep: {**sweep, "times": [1]}, "its times are not by gate, heads and tokens"),
+        (lambda sweep: {**sweep, "times": {"rand": {"x": {"1": 2}}}}, "invalid literal for int"),
+        (lambda sweep: {k: v for k, v in sweep.items() if k != "times"}, "it has no times"),
+    ],
+)
+def test_a_file_that_is_no_sweep(result, tmp_path, capsys, change, why):
+    file = tmp_path / "sweep.json"
+    written = change({**result, "times": {}})
+    file.write_bytes(written if isinstance(written, bytes) else json.dumps(written).encode())
+    with pytest.raises(SystemExit):
+        sweep.main(["--from", str(file)])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"--from: expected a sweep.json, got {file} (" in last and why in last
