@@ -84,11 +84,10 @@ __device__ inline void store_four(const States& states, i64 matrix, const float 
     }
 }
 
-// The state S where a joined segment begins, 16 rows of it, in place of the local state before:
-// tf32 A operands [16 (8 columns)][32 lanes][4]. Even ones have columns 4 c, then 4 c + 1, of 16 (c
-// < 4), odd ones 4 c + 2, then 4 c + 3.
-__device__ inline u32* state_operands(const Work& work, i64 matrix, int part) {
-    return reinterpret_cast<u32*>(work.locals + (matrix * head_dim + 16 * part) * head_dim);
+// The state S where a joined segment begins, 16 rows of it, in place of the local state before: as
+// lanes have it in split_a's order, [8 (16 columns)][2 (row half)][32 lanes], four neighbours each.
+__device__ inline float4* state_operands(const Work& work, i64 matrix, int part) {
+    return reinterpret_cast<float4*>(work.locals + (matrix * head_dim + 16 * part) * head_dim);
 }
 
 // number: (16 rows of 128, head, sequence), the rows fastest. ready: see kda_join.
@@ -112,7 +111,7 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
         local[0] = *reinterpret_cast<const float4*>(from);
         local[1] = *reinterpret_cast<const float4*>(from + state_half_offset);
     };
-    SplitB m[join_warps][2] = {};
+    SplitB m[join_warps][2];
     // The first warp looks for places, two steps ahead.
     const auto look = [&](u32 step) {
         if (warp > 0) return;
@@ -149,9 +148,12 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
         SplitSum sums[2];
 #pragma unroll
         for (int k16 = 0; k16 < join_warps; ++k16) {
-            const Split s = smem.state[step % 2][k16][lane];
-            sums[0].add(s, m[k16][0]);
-            sums[1].add(s, m[k16][1]);
+            // The first of a chain follows no state.
+            if (here.is_chained) {
+                const Split s = smem.state[step % 2][k16][lane];
+                sums[0].add(s, m[k16][0]);
+                sums[1].add(s, m[k16][1]);
+            }
             // A step ahead.
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile) {
@@ -166,9 +168,7 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
                                          local[half].w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                // The first of a chain follows no state: its sums are of nothing, and may be NaN.
-                const float sum = here.is_chained ? sums[i / 2].at(2 * half + i % 2) : 0.0f;
-                state[i / 2][2 * half + i % 2] = four_local[i] + sum;
+                state[i / 2][2 * half + i % 2] = four_local[i] + sums[i / 2].at(2 * half + i % 2);
             }
         }
         if (here.index == slots.count) {
@@ -176,13 +176,11 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
             break;
         }
         smem.state[(step + 1) % 2][warp][lane] = split_a(state);
-        u32* to =
-            state_operands(work, matrix_before(here.index), part) + (2 * warp * 32 + lane) * 4;
+        float4* to = state_operands(work, matrix_before(here.index), part) + 2 * warp * 32 + lane;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            *reinterpret_cast<float4*>(to + i * 32 * 4) =
-                make_float4(cvt_tf32(state[i][0]), cvt_tf32(state[i][2]), cvt_tf32(state[i][1]),
-                            cvt_tf32(state[i][3]));
+        for (int half = 0; half < 2; ++half) {
+            to[half * 32] = make_float4(state[0][2 * half], state[0][2 * half + 1],
+                                        state[1][2 * half], state[1][2 * half + 1]);
         }
         to_release = here.index;
         if (next <= slots.count) load_local(next);

@@ -3,6 +3,7 @@
 //
 // Block: one segment's begin (slot) and one head; four warps, a chunk each.
 // Grid: (head, slot), the head fastest.
+// Shared memory: struct CutsShared, dynamic.
 #include "chunk.cuh"
 #include "gate.cuh"
 #include "work.cuh"
@@ -26,50 +27,71 @@ __device__ inline void warp_sums(float (&x)[size]) {
     }
 }
 
-// What the scouts of a cut read: the lane's four channels of g and k, at the cut.
+// Rows of a chunk as they come.
+struct ScoutRows {
+    alignas(16) u16 g[chunk][head_dim];
+    u16 k[chunk][head_dim];
+};
+
+struct CutsShared {
+    ScoutRows rows[scout_warps];
+    float left[scout_warps];
+};
+static_assert(sizeof(CutsShared) == 32784, "cukda/plan.py launches with another size");
+
+// What the scouts of a cut read: rows of g and k, from the one behind the cut, and the gate's
+// inputs, all from the head's first channel on.
 struct CutSource {
     const u16 *g, *k;
     i64 token_stride;
-    float A_log, bias[4], lower_bound;
+    const float *A_log, *dt_bias;
+    float lower_bound;
 };
+
+// Four neighbours.
+__device__ inline void load_four(float (&x)[4], const u16* from) {
+    const uint2 pairs = *reinterpret_cast<const uint2*>(from);
+    x[0] = bf16_low(pairs.x);
+    x[1] = bf16_high(pairs.x);
+    x[2] = bf16_low(pairs.y);
+    x[3] = bf16_high(pairs.y);
+}
 
 // A bound on what a chunk leaves of a state: log2 of the largest element after it where all were at
 // most 1 before. A token takes s to s diag(e^a) (I - beta k k^T), so with b for |s|, and beta < 1,
 //   b <- b diag(e^a);  b <- b + (b |k|^T) |k|
 // bounds it, channel by channel. NaN where anything is not finite. By a warp; the chunk ends
 // `before` rows ahead of the cut.
-__device__ inline float log2_left_by_chunk(const CutSource& source, int before) {
-    constexpr int num_channels = 4;  // of a lane
-    float bound[num_channels] = {1.0f, 1.0f, 1.0f, 1.0f};
-    const i64 at = -(before + chunk) * source.token_stride;
-    // All on their way from memory at once: it is what this waits for.
-    uint2 g[chunk], k[chunk];
+__device__ inline float log2_left_by_chunk(ScoutRows& rows, const CutSource& source, int before) {
+    const int lane = threadIdx.x % 32;
+    // All on their way from memory at once: it is what this waits for. Half a warp to a row.
+    const i64 from = (lane / 16 - before - chunk) * source.token_stride + lane % 16 * 8;
 #pragma unroll
-    for (int t = 0; t < chunk; ++t) {
-        g[t] = *reinterpret_cast<const uint2*>(source.g + at + t * source.token_stride);
-        k[t] = *reinterpret_cast<const uint2*>(source.k + at + t * source.token_stride);
+    for (int row = 0; row < chunk; row += 2) {
+        const i64 at = from + row * source.token_stride;
+        cp_async_16(shared_address(&rows.g[row + lane / 16][lane % 16 * 8]), source.g + at, 16);
+        cp_async_16(shared_address(&rows.k[row + lane / 16][lane % 16 * 8]), source.k + at, 16);
     }
-    // Not before, or the loads of g and k would wait for those of the gate.
-    float A_log = source.A_log, bias[num_channels];
-    keep_in_order(A_log);
-    const HeadGate gate = head_gate(A_log, source.lower_bound);
+    constexpr int num_channels = 4;  // of a lane
+    const int channel = num_channels * lane;
+    const HeadGate gate = head_gate(source.A_log ? *source.A_log : 0.0f, source.lower_bound);
+    float bias[num_channels], bound[num_channels];
 #pragma unroll
     for (int c = 0; c < num_channels; ++c) {
-        bias[c] = source.bias[c];
-        keep_in_order(bias[c]);
-        bias[c] = channel_bias(bias[c]);
+        bias[c] = source.dt_bias ? channel_bias(source.dt_bias[channel + c]) : 0.0f;
+        bound[c] = 1.0f;
     }
-    // Two tokens to an exchange of sums between the lanes.
-#pragma unroll
+    cp_async_wait_all();
+    __syncwarp();
+    // Two tokens to an exchange of sums between the lanes, and little code: with all tokens
+    // unrolled it drove that of the other kernels out of the instruction cache.
+#pragma unroll 1
     for (int t = 0; t < chunk; t += 2) {
-        const float g0[4] = {bf16_low(g[t].x), bf16_high(g[t].x), bf16_low(g[t].y),
-                             bf16_high(g[t].y)};
-        const float g1[4] = {bf16_low(g[t + 1].x), bf16_high(g[t + 1].x), bf16_low(g[t + 1].y),
-                             bf16_high(g[t + 1].y)};
-        const float k0[4] = {bf16_low(k[t].x), bf16_high(k[t].x), bf16_low(k[t].y),
-                             bf16_high(k[t].y)};
-        const float k1[4] = {bf16_low(k[t + 1].x), bf16_high(k[t + 1].x), bf16_low(k[t + 1].y),
-                             bf16_high(k[t + 1].y)};
+        float g0[num_channels], g1[num_channels], k0[num_channels], k1[num_channels];
+        load_four(g0, &rows.g[t][channel]);
+        load_four(g1, &rows.g[t + 1][channel]);
+        load_four(k0, &rows.k[t][channel]);
+        load_four(k1, &rows.k[t + 1][channel]);
         // b |k_0|; b |k_1| as if token 0 added nothing; what there is of |k_0| along |k_1| by
         // then; and the squares.
         float sums[5] = {};
@@ -97,6 +119,8 @@ __device__ inline float log2_left_by_chunk(const CutSource& source, int before) 
             bound[c] = fmaf(part1, fabsf(k1[c]), fmaf(part0, carried[c], bound[c]));
         }
     }
+    // Before the rows of the next round.
+    __syncwarp();
     // A NaN is in all lanes, by the sums.
     float largest = fmaxf(fmaxf(bound[0], bound[1]), fmaxf(bound[2], bound[3]));
 #pragma unroll
@@ -115,7 +139,8 @@ extern "C" __global__ void __launch_bounds__(scout_threads, 4)
              float lower_bound, const void* cu_seqlens, int cu_seqlens_bytes, int num_sequences,
              i64 num_tokens, int num_heads, int segment, u32 num_slots, int first_joined,
              int join_every, Begin* begins, Counts* counts, u32* ready) {
-    __shared__ float left[scout_warps];
+    extern __shared__ __align__(16) unsigned char storage[];
+    CutsShared& smem = *reinterpret_cast<CutsShared*>(storage);
     const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens,
                        num_heads,  segment,          num_slots,     begins};
     const u32 slot = blockIdx.x / num_heads;
@@ -129,26 +154,32 @@ extern "C" __global__ void __launch_bounds__(scout_threads, 4)
         return;
     }
 
-    const int warp = threadIdx.x / 32;
+    // Shuffled, so that the compiler knows it for one number of the warp.
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const i64 cut = mine.index * segment;  // rows of the sequence before it
-    const i64 column = static_cast<i64>(head) * head_dim + threadIdx.x % 32 * 4;
+    const i64 column = static_cast<i64>(head) * head_dim;
     const i64 token_stride = static_cast<i64>(num_heads) * head_dim;
     const i64 offset = (mine.begin + cut) * token_stride + column;
-    CutSource source = {g + offset, k + offset, token_stride, A_log ? A_log[head] : 0.0f,
-                        {},         lower_bound};
-    for (int c = 0; c < 4; ++c) source.bias[c] = dt_bias ? dt_bias[column + c] : 0.0f;
+    const CutSource source = {g + offset,
+                              k + offset,
+                              token_stride,
+                              A_log ? A_log + head : nullptr,
+                              dt_bias ? dt_bias + column : nullptr,
+                              lower_bound};
 
     // What is left by each chunk multiplies.
     float log2_left = 0.0f;
     int num_chunks = 0;
+#pragma unroll 1
     for (int round = 0; round < scout_rounds && num_chunks == 0; ++round) {
         const int before = chunk * (round * scout_warps + warp);
-        const float here = before + chunk <= cut ? log2_left_by_chunk(source, before) : 0.0f;
-        if (threadIdx.x % 32 == 0) left[warp] = here;
+        const float here =
+            before + chunk <= cut ? log2_left_by_chunk(smem.rows[warp], source, before) : 0.0f;
+        if (threadIdx.x % 32 == 0) smem.left[warp] = here;
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < scout_warps; ++i) {
-            log2_left += left[i];
+            log2_left += smem.left[i];
             if (num_chunks == 0 && log2_left < log2_nothing) {
                 num_chunks = round * scout_warps + i + 1;
             }

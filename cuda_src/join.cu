@@ -21,32 +21,37 @@ struct JoinShared {
     LaneSequence sequences[32];
     u32 number;
 };
-static_assert(sizeof(JoinShared) == 51472 && join_threads == 256 && num_chain_parts == 8 &&
+static_assert(sizeof(JoinShared) == 27408 && join_threads == 256 && num_chain_parts == 8 &&
                   tile_rows == 96,
               "cukda/plan.py has other sizes");
 
 // cu_seqlens to num_slots, and begins to partials: see struct Work. ready: [num_slots, H], zeros:
-// how many warps have stored their part of the S that follows a slot. join_every: as kda_cuts'.
-// final_state, out: as kda_fwd's.
+// how many warps have stored their part of the S that follows a slot. run_tiles, item_runs: see
+// run_outputs. final_state, out: as kda_fwd's.
 extern "C" __global__ void __launch_bounds__(join_threads, 2)
     kda_join(float scale, u16* out, void* final_state, StateKind final_kind, const void* cu_seqlens,
              int cu_seqlens_bytes, int num_sequences, i64 num_tokens, int num_heads, int segment,
-             u32 num_slots, int join_every, const Begin* begins, Counts* counts, float* locals,
-             float* transfers, float* partials, u32* ready) {
+             u32 num_slots, u32 run_tiles, u32 item_runs, const Begin* begins, Counts* counts,
+             float* locals, float* transfers, float* partials, u32* ready) {
     extern __shared__ __align__(128) unsigned char storage[];
     JoinShared& smem = *reinterpret_cast<JoinShared*>(storage);
     const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens, num_heads, segment,
                        num_slots,  begins,           locals,        transfers,  partials,  counts};
+    const u32 num_chains = num_sequences * num_heads * num_chain_parts;
     if (!counts->any_joined) return;
-    if (threadIdx.x == 0) smem.number = atomicAdd(&counts->join_blocks, 1);
+    if (threadIdx.x == 0) {
+        // The first blocks lie on a multiprocessor each, but for a few. So do chains, if the others
+        // let them be first: two on one take 1.6 us for products that one has in 1.0 (H200).
+        if (blockIdx.x >= num_chains) nanosleep(1000);
+        smem.number = atomicAdd(&counts->join_blocks, 1);
+    }
     if (threadIdx.x < 32) smem.sequences[threadIdx.x] = work.lane_sequence();
     __syncthreads();
     const u32 number = smem.number;
-    const u32 num_chains = num_sequences * num_heads * num_chain_parts;
     if (number < num_chains) {
         run_chain(smem.chain, work, smem.sequences, {final_state, final_kind}, ready, number);
     } else {
-        run_outputs(smem.outputs, work, smem.sequences, join_every, out, scale, ready,
+        run_outputs(smem.outputs, work, smem.sequences, run_tiles, item_runs, out, scale, ready,
                     number - num_chains, gridDim.x - num_chains);
     }
 }

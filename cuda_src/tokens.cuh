@@ -66,6 +66,7 @@ __device__ inline bool all_ordinary(const u16 (&x)[chunk][head_dim], float2 sums
     u32 bits = 0;
     if ((row < 8 ? low : low_8) >> diagonal_lane(row) & 1) {
         const u32* pairs = reinterpret_cast<const u32*>(&x[row][lane % 2 * 64]);
+#pragma unroll 4
         for (int i = 0; i < 32; ++i) bits |= pairs[i] & 0x7fff7fffu;
     }
     return __all_sync(~0u, bits == 0);
@@ -93,6 +94,7 @@ __device__ inline float2 rescale(u16 (&x)[chunk][head_dim], float2 sums, float l
     // A lane to half a row.
     u32* pairs = reinterpret_cast<u32*>(&x[row][lane % 2 * 64]);
     u32 largest = 0;
+#pragma unroll 4
     for (int i = 0; i < 32; ++i) {
         largest = max(largest, max(pairs[i] & 0x7fffu, pairs[i] >> 16 & 0x7fffu));
     }
@@ -101,6 +103,7 @@ __device__ inline float2 rescale(u16 (&x)[chunk][head_dim], float2 sums, float l
     const float power =
         __int_as_float((ordinary ? 127 : min(max(1, 254 - exponent + log2), 127 + 70)) << 23);
     if (!ordinary) {
+#pragma unroll 4
         for (int i = 0; i < 32; ++i) {
             pairs[i] = cvt_bf16x2(bf16_low(pairs[i]) * power, bf16_high(pairs[i]) * power);
         }
@@ -122,6 +125,7 @@ __device__ inline float2 rescale(u16 (&x)[chunk][head_dim], float2 sums, float l
 __device__ inline int first_nan_token(const u16 (&x)[chunk][head_dim], int lane) {
     const u32* pairs = reinterpret_cast<const u32*>(&x[lane / 2][lane % 2 * 64]);
     bool nan = false;
+#pragma unroll 4
     for (int i = 0; i < 32; ++i) {
         const float low = bf16_low(pairs[i]), high = bf16_high(pairs[i]);
         nan |= low != low || high != high;

@@ -13,7 +13,7 @@ _BOUNDS = ("int32", "int64")
 # The kernels' parameters: pointers (P), floats, ints (i) and T (q), in their order.
 _PARAMETERS = struct.Struct("@PPPPP f PPP f Pi Pi Pii q i i I PP PPP")
 _CUTS_PARAMETERS = struct.Struct("@PP PP f Pii q i i I ii PPP")
-_JOIN_PARAMETERS = struct.Struct("@f PPi Pii q i i I i PP PPP P")
+_JOIN_PARAMETERS = struct.Struct("@f PPi Pii q i i I II PP PPP P")
 # The kernel's StateKind.
 _STATE_KINDS = {None: 0, "bfloat16": 1, "float32": 2}
 _BOUND_BYTES = {None: 0, "int32": 4, "int64": 8}
@@ -352,7 +352,7 @@ def _launch(call: _Call, stream) -> None:
                     call.out.pointer,
                     *final,
                     *sequences,
-                    segments.join_every,
+                    *launch.runs,
                     *found,
                     *joined,
                     ready,

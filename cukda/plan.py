@@ -192,8 +192,8 @@ class Helper(NamedTuple):
 
 
 # Finds where sequences may be cut; and joins segments where they are not, by parts of a state.
-CUTS = Helper("cuts.cu", "kda_cuts", 128, 0)
-JOIN = Helper("join.cu", "kda_join", 256, 51_472)
+CUTS = Helper("cuts.cu", "kda_cuts", 128, 32_784)
+JOIN = Helper("join.cu", "kda_join", 256, 27_408)
 _NUM_CHAIN_PARTS = 8
 # Blocks that a multiprocessor holds, and tokens of a tile of outputs.
 _JOIN_BLOCKS = 2
@@ -235,11 +235,20 @@ class Layout(NamedTuple):
     end: int
 
 
+class Runs(NamedTuple):
+    """Of JOIN's tiles of outputs. num_tiles: of a run, which one block does; per_item: runs that
+    make the outputs of a joined item.
+    """
+
+    num_tiles: int = 0
+    per_item: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A call's launches. grid: blocks of the variant; cuts_grid, join_grid: of CUTS and JOIN, none
     where there is nothing to cut, or to join. num_slots: places for segments, enough for sequences
-    of any length; layout: of the memory that the three share.
+    of any length; runs: of JOIN's tiles; layout: of the memory that the three share.
     """
 
     variant: Variant
@@ -248,6 +257,7 @@ class Plan:
     num_slots: int
     cuts_grid: int
     join_grid: int
+    runs: Runs
     layout: Layout
 
 
@@ -311,29 +321,38 @@ def launch(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> Plan
         segments = Segments()
     num_slots = _num_slots(segments, shape)
     num_states = num_slots * shape.num_heads
-    num_chains = shape.num_sequences * shape.num_heads * _NUM_CHAIN_PARTS
-    is_joined = segments.join_every > 0
+    num_outputs, runs = _outputs(segments, shape, gpu) if segments.join_every else (0, Runs())
     return Plan(
         variant=variant,
         grid=min(_num_items(variant, segments, shape), gpu.num_sms),
         segments=segments,
         num_slots=num_slots,
         cuts_grid=num_states if segments.length else 0,
-        join_grid=num_chains + _num_output_blocks(segments, shape, gpu) if is_joined else 0,
+        join_grid=_num_chains(shape) + num_outputs if segments.join_every else 0,
+        runs=runs,
         layout=_layout(segments, shape),
     )
 
 
-def _num_output_blocks(segments: Segments, shape: Shape, gpu: Gpu) -> int:
-    """Blocks of JOIN that add up outputs. One for each tile, but no more than the GPU holds beside
-    the chains, if none then has more than two tiles: those have fetched the first when its state is
-    ready. Else all that it holds, some of which begin as chains end.
+def _num_chains(shape: Shape) -> int:
+    return shape.num_sequences * shape.num_heads * _NUM_CHAIN_PARTS
+
+
+def _outputs(segments: Segments, shape: Shape, gpu: Gpu) -> tuple[int, Runs]:
+    """Blocks of JOIN that add up outputs, and how they share the tiles. One for each tile, but no
+    more than the GPU holds beside the chains, if none then has more than two tiles: those have
+    fetched the first when its state is ready. Else all that it holds, some of which begin as chains
+    end, with two runs each if there are enough.
     """
     num_items = math.ceil(_num_slots(segments, shape) * shape.num_heads / segments.join_every)
-    num_tiles = num_items * math.ceil(segments.join_every * segments.length / _TILE_TOKENS)
+    item_tiles = math.ceil(segments.join_every * segments.length / _TILE_TOKENS)
+    num_tiles = num_items * item_tiles
     num_blocks = _JOIN_BLOCKS * gpu.num_sms
-    num_beside = num_blocks - shape.num_sequences * shape.num_heads * _NUM_CHAIN_PARTS
-    return min(num_tiles, num_beside) if num_tiles <= 2 * num_beside else num_blocks
+    num_beside = num_blocks - _num_chains(shape)
+    if num_tiles <= 2 * num_beside:
+        num_blocks = min(num_tiles, num_beside)
+    run_tiles = min(max(1, num_tiles // (2 * max(1, num_blocks))), item_tiles)
+    return num_blocks, Runs(run_tiles, math.ceil(item_tiles / run_tiles))
 
 
 def _segments(variant: Variant, shape: Shape, gpu: Gpu) -> Iterator[Segments]:

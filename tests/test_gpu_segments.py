@@ -225,6 +225,20 @@ def test_scales(joins, size, cut_every):
     assert not zero.any()
 
 
+@pytest.mark.parametrize("joins", [EACH, SECOND], ids=str)
+def test_rows_of_all_sizes(joins, cut_every):
+    """Rows of v and of the state from 1e-30 to 1e30, side by side: each as exact as the others."""
+    case = inputs.make([400], 2, "half", seed=145, batch=1)
+    sizes = np.logspace(-30, 30, inputs.HEAD_DIM, dtype=np.float32)
+    case["v"] = (case["v"].astype(np.float32) * sizes).astype(BF16)
+    case["initial_state"] *= sizes[:, None]
+    cut_every(SEGMENT, *joins)
+    got, want = outs(case), [hardware.host(x) for x in hardware.want(case)]
+    for row, size in enumerate(sizes):
+        for x, exact, rows in zip(got, want, (np.s_[..., row], np.s_[:, :, row]), strict=True):
+            assert oracle.error(x[rows], exact[rows]) <= FEW, size
+
+
 @pytest.mark.parametrize("joins", [NEVER, EACH, SECOND], ids=str)
 @pytest.mark.parametrize("repeats", [1, 5])
 def test_each_sequence_has_one_first_segment(repeats, joins, cut_every, workspaces):

@@ -254,6 +254,14 @@ def test_scale(scale):
     hardware.check({**case, "scale": scale}, *TOLERANCE["values"])
 
 
+@pytest.mark.parametrize("scale", [1e-12, 9e-13, 1e-20, 1e-35])
+def test_scale_with_the_fastest_gate(scale):
+    """What brings q down must leave room for the decay."""
+    case = inputs.make([50], 2, seed=43, batch=1)
+    case = inputs.changed(case, "g", np.s_[:], 30)
+    hardware.check({**case, "scale": scale}, *TOLERANCE["values"])
+
+
 @pytest.mark.parametrize("scale", [1e-12, 1e-15, 1e-17, 1e-19])
 def test_scale_with_short_queries_and_a_large_state(scale):
     """What comes of scale, norm and state is a normal number; scale times the norm is none."""

@@ -508,16 +508,17 @@ def test_launches_of_a_call_belong_together(fake, segments, cu_seqlens, final_st
     final = {"final_state": final, "final_kind": kind}
     ready = of_entry["kda_join"]["ready"] if join_every else 0
     written = {"scale": 0.25, "out": ARRAYS["out"][0]} | final
-    joins = {"join_every": join_every}
+    joins = {"join_every": join_every, "first_joined": first_joined}
+    runs = {"run_tiles": expected.runs.num_tiles, "item_runs": expected.runs.per_item}
     want = {
-        "kda_cuts": gates | shared | joins | {"first_joined": first_joined, "ready": ready},
+        "kda_cuts": gates | shared | joins | {"ready": ready},
         "kda_fwd": {n: ARRAYS[n][0] for n in ("q", "v", "beta")}
         | gates
         | shared
         | joined
         | written
         | {"initial_state": initial, "initial_kind": kind},
-        "kda_join": shared | joined | written | joins | {"ready": ready},
+        "kda_join": shared | joined | written | runs | {"ready": ready},
     }
     assert of_entry == {entry: want[entry] for entry in order(segments)}
 

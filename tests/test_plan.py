@@ -152,21 +152,26 @@ def check_segments(segments, shape):
 def check_helpers(launch, shape, gpu):
     """A block of CUTS for each slot and head; of JOIN for each chain, of 16 rows of a state, and
     for outputs as many as run at once, or, where two tiles of 96 tokens each suffice, as many as
-    run beside the chains, but no more than one for each tile. None where there is nothing to cut,
-    or to join.
+    run beside the chains, but no more than one for each tile; in runs of tiles. None where there is
+    nothing to cut, or to join.
     """
     segments = launch.segments
     assert launch.cuts_grid == (launch.num_slots * shape.num_heads if segments.length else 0)
     num_chains = 128 // 16 * shape.num_sequences * shape.num_heads
     if not segments.join_every:
-        assert launch.join_grid == 0
+        assert launch.join_grid == 0 and launch.runs == (0, 0)
         return
     at_once = 2 * gpu.num_sms
     num_joined = -(-launch.num_slots * shape.num_heads // segments.join_every)
-    num_tiles = num_joined * -(-segments.join_every * segments.length // 96)
+    item_tiles = -(-segments.join_every * segments.length // 96)
+    num_tiles = num_joined * item_tiles
     few = num_tiles <= 2 * (at_once - num_chains)
     most = min(at_once, num_chains + num_tiles) if few else num_chains + at_once
     assert launch.join_grid == most
+    # Runs of one length that cover an item: no more than two for each block, or of one tile.
+    run_tiles, item_runs = launch.runs
+    assert (item_runs - 1) * run_tiles < item_tiles <= item_runs * run_tiles
+    assert run_tiles == 1 or run_tiles * 2 * (launch.join_grid - num_chains) <= num_tiles
 
 
 def check_workspace(launch, shape):
