@@ -84,10 +84,11 @@ __device__ inline void store_four(const States& states, i64 matrix, const float 
     }
 }
 
-// The state S where a joined segment begins, 16 rows of it, in place of the local state before: as
-// lanes have it in split_a's order, [8 (16 columns)][2 (row half)][32 lanes], four neighbours each.
-__device__ inline float4* state_operands(const Work& work, i64 matrix, int part) {
-    return reinterpret_cast<float4*>(work.locals + (matrix * head_dim + 16 * part) * head_dim);
+// The state S where a joined segment begins, 16 rows of it, in place of the local state before:
+// tf32 A operands [16 (8 columns)][32 lanes][4]. Even ones have columns 4 c, then 4 c + 1, of 16 (c
+// < 4), odd ones 4 c + 2, then 4 c + 3.
+__device__ inline u32* state_operands(const Work& work, i64 matrix, int part) {
+    return reinterpret_cast<u32*>(work.locals + (matrix * head_dim + 16 * part) * head_dim);
 }
 
 // number: (16 rows of 128, head, sequence), the rows fastest. ready: see kda_join.
@@ -145,21 +146,27 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
         const SplitB* next_m =
             transfer_operands(work.transfers, matrix_before(min(next, slots.count)), 0) +
             warp * 2 * 32 + lane;
-        SplitSum sums[2];
-#pragma unroll
-        for (int k16 = 0; k16 < join_warps; ++k16) {
-            // The first of a chain follows no state.
-            if (here.is_chained) {
-                const Split s = smem.state[step % 2][k16][lane];
-                sums[0].add(s, m[k16][0]);
-                sums[1].add(s, m[k16][1]);
-            }
-            // A step ahead.
+        // A step ahead.
+        const auto load_next_m = [&](int k16) {
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile) {
                 const uint4 b = ld_global_v4(next_m + (2 * join_warps * k16 + tile) * 32);
                 m[k16][tile] = {{b.x, b.y}, {b.z, b.w}};
             }
+        };
+        SplitSum sums[2];
+        if (here.is_chained) {
+#pragma unroll
+            for (int k16 = 0; k16 < join_warps; ++k16) {
+                const Split s = smem.state[step % 2][k16][lane];
+                sums[0].add(s, m[k16][0]);
+                sums[1].add(s, m[k16][1]);
+                load_next_m(k16);
+            }
+        } else {
+            // The first of a chain follows no state.
+#pragma unroll
+            for (int k16 = 0; k16 < join_warps; ++k16) load_next_m(k16);
         }
         float state[2][4];  // columns (0, 1) of the four, then (2, 3)
 #pragma unroll
@@ -176,11 +183,13 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
             break;
         }
         smem.state[(step + 1) % 2][warp][lane] = split_a(state);
-        float4* to = state_operands(work, matrix_before(here.index), part) + 2 * warp * 32 + lane;
+        u32* to =
+            state_operands(work, matrix_before(here.index), part) + (2 * warp * 32 + lane) * 4;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            to[half * 32] = make_float4(state[0][2 * half], state[0][2 * half + 1],
-                                        state[1][2 * half], state[1][2 * half + 1]);
+        for (int i = 0; i < 2; ++i) {
+            *reinterpret_cast<float4*>(to + i * 32 * 4) =
+                make_float4(cvt_tf32(state[i][0]), cvt_tf32(state[i][2]), cvt_tf32(state[i][1]),
+                            cvt_tf32(state[i][3]));
         }
         to_release = here.index;
         if (next <= slots.count) load_local(next);

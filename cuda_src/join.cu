@@ -21,7 +21,7 @@ struct JoinShared {
     LaneSequence sequences[32];
     u32 number;
 };
-static_assert(sizeof(JoinShared) == 27408 && join_threads == 256 && num_chain_parts == 8 &&
+static_assert(sizeof(JoinShared) == 51472 && join_threads == 256 && num_chain_parts == 8 &&
                   tile_rows == 96,
               "cukda/plan.py has other sizes");
 

@@ -223,6 +223,23 @@ __device__ inline void mma_m16n8k8_bf16(float (&acc)[4], u32 a0, u32 a1, u32 b) 
         : "r"(a0), "r"(a1), "r"(b));
 }
 
+// A float32 rounded to tf32, which has 11 bits. Volatile, or it may be done anew for each use.
+__device__ inline float cvt_tf32(float x) {
+    u32 rounded;
+    asm volatile("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
+    return __uint_as_float(rounded);
+}
+
+// acc[16x8] += a[16x8] b[8x8], tf32 in, float32 accumulated. A lane has of a (l/4, l%4),
+// (l/4 + 8, l%4), (l/4, l%4 + 4), (l/4 + 8, l%4 + 4), and of b (l%4, l/4), (l%4 + 4, l/4).
+__device__ inline void mma_m16n8k8_tf32(float (&acc)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 __device__ inline void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }

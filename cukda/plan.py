@@ -193,7 +193,7 @@ class Helper(NamedTuple):
 
 # Finds where sequences may be cut; and joins segments where they are not, by parts of a state.
 CUTS = Helper("cuts.cu", "kda_cuts", 128, 32_784)
-JOIN = Helper("join.cu", "kda_join", 256, 27_408)
+JOIN = Helper("join.cu", "kda_join", 256, 51_472)
 _NUM_CHAIN_PARTS = 8
 # Blocks that a multiprocessor holds, and tokens of a tile of outputs.
 _JOIN_BLOCKS = 2

@@ -239,6 +239,19 @@ def test_rows_of_all_sizes(joins, cut_every):
             assert oracle.error(x[rows], exact[rows]) <= FEW, size
 
 
+@pytest.mark.parametrize("joins", [EACH, SECOND], ids=str)
+@pytest.mark.parametrize("sizes", [[1e-20], [1e-12], [1e-20, 1e18, 1]], ids=str)
+def test_queries_of_all_lengths(sizes, joins, cut_every):
+    """Each row of out is as exact as the others, however short its q."""
+    case = inputs.make([400], 2, "slow", seed=146, batch=1)
+    of_token = np.resize(np.float32(sizes), 400)[:, None, None]
+    case["q"] = (case["q"].astype(np.float32) * of_token).astype(BF16)
+    cut_every(SEGMENT, *joins)
+    got, want = outs(case)[0], hardware.host(hardware.want(case)[0])
+    for token in range(400):
+        assert oracle.error(got[:, token], want[:, token]) <= FEW, token
+
+
 @pytest.mark.parametrize("joins", [NEVER, EACH, SECOND], ids=str)
 @pytest.mark.parametrize("repeats", [1, 5])
 def test_each_sequence_has_one_first_segment(repeats, joins, cut_every, workspaces):
