@@ -481,7 +481,7 @@ def _no_float(name: str, value: object, error: Exception) -> Exception:
         # Not the number: Python does not print one of more than 4300 digits.
         got = f"an int of {int.bit_length(value)} bits"
         return ValueError(f"{name}: expected a number in float's range, got {got}")
-    got = f"{type(value).__name__} ({type(error).__name__}: {error})"
+    got = f"{type(value).__name__} ({dlpack.error_text(error)})"
     return TypeError(f"{name}: expected a real number, got {got}")
 
 

@@ -5,6 +5,7 @@ The structures are those of dlpack.h, version 1: https://dmlc.github.io/dlpack/l
 
 import ctypes
 import operator
+import traceback
 
 MAX_VERSION = (1, 0)
 
@@ -181,8 +182,13 @@ def borrow(name: str, producer: object, ordinal: int | None, stream: int | None)
 
 
 def _refusal(name: str, producer: object, error: Exception) -> TypeError:
-    got = f"{type(producer).__name__} ({type(error).__name__}: {error})"
+    got = f"{type(producer).__name__} ({error_text(error)})"
     return TypeError(f"{name}: expected an array that DLPack can export, got {got}")
+
+
+def error_text(error: Exception) -> str:
+    """Kind and text of an error of the caller's own, whose str() may raise too."""
+    return traceback.format_exception_only(error)[0].strip()
 
 
 def _dtype_name(dtype: _DataType) -> str:

@@ -554,10 +554,21 @@ def boom(self):
     raise RuntimeError("boom")
 
 
+def mute(self):
+    class Mute(Exception):
+        __str__ = boom
+
+    raise Mute
+
+
 @pytest.mark.parametrize("base", [int, float, np.float64])
 @pytest.mark.parametrize(
     "to_float, why",
-    [(boom, "RuntimeError: boom"), (lambda self: "1", r"TypeError: .*returned non-float.*")],
+    [
+        (boom, "RuntimeError: boom"),
+        (lambda self: "1", r"TypeError: .*returned non-float.*"),
+        (mute, r".*Mute: .*"),
+    ],
 )
 def test_real_refuses_what_no_float_can_be_made_of(base, to_float, why):
     value = type("Odd", (base,), {"__float__": to_float})(1)
