@@ -318,10 +318,10 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         // Where this lane's rows of the chunk begin, in v and out, and how many there are to the
         // last. A transfer has no v: no rows of it are left.
         const bool is_transfer = items.item().from == StateOf::Identity;
-        const u16* v_rows = v + (items.item().begin * num_heads + items.item().head) * head_dim +
+        const u16* rows_v = v + (items.item().begin * num_heads + items.item().head) * head_dim +
                             lane / 4 * (half_stride / 8) + first_row() + 4 * (lane % 4);
         int num_left = is_transfer ? -items.item().num_tokens : items.item().num_tokens - lane / 4;
-        Rows rows = load_rows(v_rows, half_stride, num_left);
+        Rows rows = load_rows(rows_v, half_stride, num_left);
 
         // Behind the load of v, which takes as long.
         float state[k_tiles][4];
@@ -339,9 +339,9 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         for (int i = is_empty() ? 0 : items.num_chunks; i > 0; --i, ++index) {
             wait_full(smem.full, index);
             const auto load_next = [&] {
-                v_rows += 2 * half_stride;
+                rows_v += 2 * half_stride;
                 num_left -= chunk;
-                return load_rows(v_rows, half_stride, num_left);
+                return load_rows(rows_v, half_stride, num_left);
             };
             const auto store = [&](const float (&o)[2][4]) {
                 // The first chunks behind a cut only make the state; a joined item's go aside.
@@ -353,7 +353,7 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
                     return;
                 }
                 // load_next has gone on to the next chunk.
-                u16* rows_out = beside(v_rows - 2 * half_stride, to_out);
+                u16* rows_out = beside(rows_v - 2 * half_stride, to_out);
                 store_rows(rows_out, half_stride, num_left + chunk, transposed(round_rows(o)));
             };
             step(state, stages + index % num_stages * sizeof(Stage), rows, mov_tid_x() % 32,
