@@ -43,6 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cukda", description=_first_line())
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     options = parser.parse_args(arguments)
+    # A path may have letters that the terminal has not.
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
     report = {}
     try:
@@ -365,7 +368,7 @@ def _installed_text(found: dict) -> str:
         return ", ".join(f"{name} {found[name] or 'missing'}" for name in names)
 
     lines = [f"cukda {found['cukda']}, {packages('python', 'numpy', 'ml_dtypes', 'torch')}"]
-    cache = f", kernel cache {found['cache']}" if found["cupy"] else ""
+    cache = f", kernel cache {found['cache'] or 'nowhere'}" if found["cupy"] else ""
     lines.append(packages("cupy", "nvrtc") + cache)
     if found["no_nvrtc_because"]:
         lines.append(found["no_nvrtc_because"])

@@ -115,18 +115,17 @@ def view(name: str, array: object, stream: object = None) -> Array:
 
 def _view_other(name: str, array: object, stream: object) -> Array:
     """view, of all but torch tensors of types that have been seen."""
-    # A module that another thread is importing may have no such name yet, nor any array.
-    tensor_type = getattr(sys.modules.get("torch"), "Tensor", None)
-    if tensor_type is not None and isinstance(array, tensor_type):
-        _torch_types.add(type(array))
+    # Not isinstance, which asks the object: a proxy says what another one is.
+    kind = type(array)
+    if _is_kind_of(kind, "torch", "Tensor"):
+        _torch_types.add(kind)
         return view(name, array, stream)
-    cupy_type = getattr(sys.modules.get("cupy"), "ndarray", None)
-    if cupy_type is not None and isinstance(array, cupy_type):
+    if _is_kind_of(kind, "cupy", "ndarray"):
         strides = _in_elements(name, array.strides, array.itemsize)
         dtype, data = _dtype_name(array.dtype), array.data
         device = data.device_id
         return Array(name, data.ptr, array.shape, strides, dtype, device, "cupy", True, array)
-    if isinstance(array, np.ndarray):
+    if issubclass(kind, np.ndarray):
         pointer, read_only = array.__array_interface__["data"]
         strides = _in_elements(name, array.strides, array.itemsize)
         dtype, writable = _dtype_name(array.dtype), not read_only
@@ -134,8 +133,16 @@ def _view_other(name: str, array: object, stream: object) -> Array:
     if dlpack.is_producer(name, array):
         return _view_dlpack(name, array, stream)
     raise TypeError(
-        f"{name}: expected an array (torch, CuPy, NumPy or DLPack), got {type(array).__name__}"
+        f"{name}: expected an array (torch, CuPy, NumPy or DLPack), got {kind.__name__}"
     )
+
+
+def _is_kind_of(kind: type, module: str, name: str) -> bool:
+    """Whether a type is a library's, or derived from it, without importing the library."""
+    # A module that another thread is importing may have no such name yet, nor any array; and what
+    # stands in for one may have anything.
+    base = getattr(sys.modules.get(module), name, None)
+    return isinstance(base, type) and issubclass(kind, base)
 
 
 def check(
@@ -197,7 +204,7 @@ def real(name: str, value: object) -> float:
         raise TypeError(
             f"{name}: expected a real number, got an array of shape {tuple(array.shape)}"
         )
-    if not array.dtype.startswith(("int", "uint", "float", "bfloat")):
+    if not array.dtype.startswith(("int", "uint", "float", "bfloat")) or not _is_known(array.dtype):
         raise TypeError(f"{name}: expected a real number, got {array.dtype}")
     if array.device != CPU:
         got = (
@@ -581,6 +588,16 @@ def _numpy_dtype(name: str) -> np.dtype:
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _is_known(dtype: str) -> bool:
+    """Whether NumPy or ml_dtypes has such a dtype; DLPack names others too."""
+    try:
+        _numpy_dtype(dtype)
+    # Names that NumPy has given up raise AttributeError.
+    except (TypeError, AttributeError):
+        return False
+    return True
 
 
 # Shapes repeat from call to call; looking strides up takes a tenth of working them out.

@@ -83,14 +83,16 @@ class Loan:
         """Take the capsule over; name is the parameter's, for messages.
 
         Errors: TypeError (no fresh capsule, or of another major version, or without a shape),
-        ValueError (a copy).
+        ValueError (a copy, or a size below 0).
         """
         if _is_valid(capsule, _FRESH_VERSIONED):
             structure, fresh, used = _ManagedVersioned, _FRESH_VERSIONED, _USED_VERSIONED
         elif _is_valid(capsule, _FRESH):
             structure, fresh, used = _Managed, _FRESH, _USED
         else:
-            raise TypeError(f"{name}: expected a fresh DLPack capsule, got {capsule!r}")
+            is_used = any(_is_valid(capsule, used) for used in (_USED, _USED_VERSIONED))
+            got = "one that is used up" if is_used else type(capsule).__name__
+            raise TypeError(f"{name}: expected a fresh DLPack capsule, got {got}")
         self._managed = structure.from_address(_get_pointer(capsule, fresh))
         _set_name(capsule, used)
         self.producer = producer
@@ -111,8 +113,11 @@ class Loan:
             expected = "a DLPack capsule with ndim ≥ 0 and a shape"
             raise TypeError(f"{name}: expected {expected}, got {got}")
         self.device = tensor.device_type, tensor.device_id
-        self.pointer = tensor.data + tensor.byte_offset if tensor.data else 0
         self.shape = tuple(tensor.shape[: tensor.ndim])
+        if any(n < 0 for n in self.shape):
+            raise ValueError(f"{name}: expected sizes of at least 0, got shape {self.shape}")
+        # As addresses are added.
+        self.pointer = (tensor.data + tensor.byte_offset) % 2**64 if tensor.data else 0
         # No strides mean row-major order.
         self.strides = (
             tuple(tensor.strides[: tensor.ndim]) if tensor.strides else _row_major(self.shape)

@@ -37,6 +37,8 @@ class Variant(NamedTuple):
 
 _kernels: dict[tuple[int, str, str, Defines], "Kernel"] = {}
 _compiling = threading.Lock()
+# The first use of CuPy sets the environment for a while, and makes a folder at times.
+_importing = threading.RLock()
 
 
 class _Arguments(threading.local):
@@ -188,9 +190,13 @@ def source_digest() -> str:
 def import_cupy():
     """CuPy, imported on first use. Errors: ImportError that names the extras."""
     try:
-        with _writable_cache():
+        with _importing, _writable_cache():
             import cupy
-    except ImportError as error:
+
+            # Another package, or a folder, of that name has none.
+            _ = cupy.__version__
+    # A CuPy that does not fit what is installed beside it may raise anything.
+    except Exception as error:
         raise ImportError(
             "cukda: arrays on a GPU need CuPy: pip install 'cukda[cuda12]', or 'cukda[cuda13]' "
             f"for a CUDA 13 driver ({error})"
@@ -199,18 +205,24 @@ def import_cupy():
 
 
 @functools.cache
-def cache_folder() -> str:
+def cache_folder() -> str | None:
     """Where CuPy, imported by import_cupy, keeps binaries: CUPY_CACHE_DIR, else
-    ~/.cupy/kernel_cache; a folder of this process when that one cannot be written.
+    ~/.cupy/kernel_cache; a folder of this process when that one cannot be written; None when there
+    is no place for one either.
     """
-    folder = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError:
-        return _process_folder().name
-    return folder
+    folder = os.environ.get("CUPY_CACHE_DIR")
+    if folder is None:
+        folder = os.path.expanduser("~/.cupy/kernel_cache")
+        # Without a home it stays what it is, which is a folder `~` of the current one.
+        folder = folder if os.path.isabs(folder) else ""
+    with _importing, contextlib.suppress(OSError):
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError:
+            return _process_folder().name
+    return None
 
 
 def why_no_gpu() -> str | None:
@@ -242,9 +254,12 @@ def _writable_cache():
     """CuPy makes its cache folder when imported and fails if it cannot, as in a read-only home;
     here it is told of one that can be written.
     """
-    name = "CUPY_CACHE_DIR"
+    name, folder = "CUPY_CACHE_DIR", cache_folder()
+    if folder is None:
+        yield
+        return
     before = os.environ.get(name)
-    os.environ[name] = cache_folder()
+    os.environ[name] = folder
     try:
         yield
     finally:

@@ -65,8 +65,9 @@ def fwd(
             b = sigmoid(_gather(beta[..., None], rows, inside))
 
             o, state[live] = _chunk(Q, K, V, a, b, state[live])
-            # Only now the length of q̂: a short q̂ times e^G would fall out of float32's range.
-            o = (np.float32(scale) * q_length * o).swapaxes(1, 2)
+            # Only now the length of q̂: a short q̂ times e^G would leave float32's range, as may
+            # a part of this product.
+            o = (scale * q_length.astype(np.float64) * o).astype(np.float32).swapaxes(1, 2)
             out[tuple(row[inside] for row in rows)] = o[inside].astype(out.dtype)
 
         if final_state is not None:

@@ -48,7 +48,9 @@ def sigmoid_tanh_fp32(x, *, stream=None):
     """
     source = _checked_input(x, stream)
     out = arrays.empty_like(dataclasses.replace(source, dtype="float32"), stream)
-    _compute(source, arrays.view("out", out, stream), stream)
+    target = arrays.view("out", out, stream)
+    _check_output(target, source, "float32")
+    _compute(source, target, stream)
     return out
 
 
@@ -66,7 +68,7 @@ def sigmoid(x, out=None, *, stream=None):
     if out is None:
         out = arrays.empty_like(source, stream)
     target = arrays.view("out", out, stream)
-    _check_output(target, source)
+    _check_output(target, source, source.dtype)
     _compute(source, target, stream)
     return out
 
@@ -87,18 +89,20 @@ def _checked_input(x, stream) -> arrays.Array:
     return source
 
 
-def _check_output(target: arrays.Array, source: arrays.Array) -> None:
+def _check_output(target: arrays.Array, source: arrays.Array, dtype: str) -> None:
     arrays.check(
         target,
-        dtypes=(source.dtype,),
+        dtypes=(dtype,),
         shape=source.shape,
         device=source.device,
-        alignment=_item_bytes(source),
+        alignment=_item_bytes(target),
         written=True,
     )
     # In place, each thread reads its elements before it writes them; others would read results.
-    distance = abs(target.pointer - source.pointer)
-    if 0 < distance < source.num_bytes:
+    begin, other = target.pointer, source.pointer
+    is_in_place = begin == other and dtype == source.dtype
+    if not is_in_place and begin < other + source.num_bytes and other < begin + target.num_bytes:
+        distance = abs(begin - other)
         raise ValueError(f"out: expected x or no memory of x's, got a start {distance} bytes off")
 
 

@@ -9,6 +9,7 @@ import gc
 import math
 import sys
 import types
+import unittest.mock
 import weakref
 
 import ml_dtypes
@@ -187,6 +188,30 @@ def test_view_works_while_another_thread_imports(monkeypatch, library):
     assert arrays.view("q", np.zeros(3)).library == "numpy"
 
 
+def test_view_works_where_a_mock_stands_in_for_a_library(monkeypatch):
+    for library in "torch", "cupy":
+        monkeypatch.setitem(sys.modules, library, unittest.mock.MagicMock())
+    assert arrays.view("q", np.zeros(3)).library == "numpy"
+
+
+def test_proxies_are_what_they_can_export():
+    """Whatever they say that they are, and whatever came before them."""
+    torch = pytest.importorskip("torch")
+    source, tensor = np.zeros(3, np.float32), torch.zeros(3)
+    for _ in range(2):
+        assert arrays.view("q", weakref.proxy(tensor)).pointer == tensor.data_ptr()
+        assert arrays.view("q", weakref.proxy(source)).pointer == source.ctypes.data
+        assert arrays.view("q", tensor).library == "torch"
+    for wrong in unittest.mock.Mock(spec=np.ndarray), unittest.mock.MagicMock(spec=torch.Tensor):
+        with pytest.raises(TypeError, match="^q: expected an array"):
+            arrays.view("q", wrong)
+    gone = weakref.proxy(source)
+    del source
+    for call in cukda.sigmoid, lambda x: arrays.view("x", x):
+        with pytest.raises(TypeError, match="^x: expected an array .*ReferenceError"):
+            call(gone)
+
+
 def test_parameter_without_memory():
     torch = pytest.importorskip("torch")
     message = "^q: expected a tensor with plain memory, got UninitializedParameter"
@@ -225,9 +250,17 @@ def test_dlpack_asks_for_a_version_first_and_passes_no_stream_on_the_cpu():
 def test_dlpack_capsule_is_used_once():
     capsule = np.zeros(3, np.float32).__dlpack__(max_version=(1, 0))
     loan = dlpack.Loan("x", None, capsule)
-    with pytest.raises(TypeError, match="^x: expected a fresh DLPack capsule, got <capsule object"):
+    expected = "^x: expected a fresh DLPack capsule, got "
+    with pytest.raises(TypeError, match=f"{expected}one that is used up$"):
         dlpack.Loan("x", None, capsule)
     assert loan.shape == (3,)
+
+    class Mute:
+        __repr__ = boom
+
+    for other in None, Mute():
+        with pytest.raises(TypeError, match=f"{expected}{type(other).__name__}$"):
+            dlpack.Loan("x", None, other)
 
 
 def test_dlpack_without_strides_is_row_major(monkeypatch):
@@ -287,6 +320,26 @@ def test_dlpack_refuses_a_capsule_without_a_shape(ndim, shape):
     message = f"^k: expected a DLPack capsule with ndim ≥ 0 and a shape, got ndim = {ndim} and "
     with pytest.raises(TypeError, match=f"{message}{shape} shape$"):
         arrays.view("k", Shapeless(np.zeros(3, np.float32)))
+
+
+@pytest.mark.parametrize("call", [cukda.sigmoid, lambda x: arrays.view("x", x)])
+def test_dlpack_refuses_sizes_below_zero(call):
+    class Negative(Producer):
+        def __dlpack__(self, *, max_version):
+            capsule = self.array.__dlpack__(max_version=max_version)
+            header(capsule).tensor.shape[1] = -3
+            return capsule
+
+    message = r"^x: expected sizes of at least 0, got shape \(2, -3\)$"
+    with pytest.raises(ValueError, match=message):
+        call(Negative(np.zeros((2, 3), np.float32)))
+
+
+def test_dlpack_addresses_are_of_64_bits():
+    source = np.zeros(8, np.float32)
+    capsule = source.__dlpack__(max_version=(1, 0))
+    header(capsule).tensor.byte_offset = 2**64 - 4
+    assert dlpack.Loan("x", None, capsule).pointer == source.ctypes.data - 4
 
 
 def test_dlpack_of_no_dimensions_needs_no_shape():
@@ -539,6 +592,15 @@ def test_real_refuses(value, got):
         arrays.real("scale", value)
 
 
+@pytest.mark.parametrize("dtype", ["float8", "uint7", "uint0", "float32x2", "bfloat32"])
+def test_real_refuses_a_dtype_that_only_dlpack_has(monkeypatch, dtype):
+    viewed = arrays.view("scale", Producer(np.zeros((), np.float32)))
+    viewed.dtype = dtype
+    monkeypatch.setattr(arrays, "view", lambda *_: viewed)
+    with pytest.raises(TypeError, match=f"^scale: expected a real number, got {dtype}$"):
+        arrays.real("scale", viewed.owner.producer)
+
+
 class Int(int):
     pass
 
@@ -686,6 +748,54 @@ def test_empty_like_passes_on_what_the_array_api_raises(error):
 def test_empty_like_refuses_another_array_of_the_array_api(new, error, message):
     with pytest.raises(error, match=f"^out: expected {message}"):
         arrays.empty_like(with_array_api(lambda shape, dtype, device: new))
+
+
+def behind_an_address_of_16(tensor):
+    memory = torch.zeros(tensor.numel() + 16, dtype=tensor.dtype)
+    begin = -memory.data_ptr() % 16 // 2 + 1
+    return memory[begin : begin + tensor.numel()].view(tensor.shape)
+
+
+@pytest.mark.parametrize(
+    "made, message",
+    [
+        (behind_an_address_of_16, "expected an address divisible by 16, got .* 2 past one"),
+        (lambda v: v, "expected memory of its own, got an array that overlaps v"),
+    ],
+    ids=["address", "overlap"],
+)
+def test_out_of_an_array_api_is_checked_as_a_callers(made, message):
+    q, k, v, g = (torch.randn(1, 5, 2, 128).bfloat16() for _ in range(4))
+    beta = torch.zeros(1, 5, 2, dtype=torch.bfloat16)
+    producer, library = Producer(q), types.SimpleNamespace(bfloat16="bfloat16")
+    library.empty = lambda shape, **_: Producer(made(v))
+    producer.__array_namespace__ = lambda: library
+    with pytest.raises(ValueError, match=f"^out: {message}"):
+        cukda.fwd(producer, k, v, g, beta)
+
+
+def test_sigmoid_of_an_array_api_is_checked_as_a_callers():
+    new = np.empty(8, np.float32)
+    new.flags.writeable = False
+    producer = Producer(np.zeros(8, np.float32))
+    library = types.SimpleNamespace(float32=np.float32, empty=lambda shape, **_: new)
+    producer.__array_namespace__ = lambda: library
+    for function in cukda.sigmoid, cukda.sigmoid_ext.sigmoid_tanh_fp32:
+        with pytest.raises(ValueError, match="^out: expected a writable array"):
+            function(producer)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_sigmoid_into_memory_next_to_its_input(dtype):
+    """Which may be where a library puts a new array."""
+    memory = np.zeros(64, np.uint8)
+    x = memory[: 8 * np.dtype(dtype).itemsize].view(dtype)
+    producer = Producer(x)
+    new = memory[x.nbytes : x.nbytes + 32].view(np.float32)
+    library = types.SimpleNamespace(float32=np.float32, empty=lambda shape, **_: new)
+    producer.__array_namespace__ = lambda: library
+    assert cukda.sigmoid_ext.sigmoid_tanh_fp32(producer) is new
+    assert (new == 0.5).all() and (x == 0).all()
 
 
 def test_empty_like_refuses_an_array_elsewhere():

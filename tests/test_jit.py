@@ -199,6 +199,66 @@ def test_unwritable_cache_folder(variable, tmp_path):
     assert not folder.exists(), "the process's folder outlived it"
 
 
+@pytest.mark.parametrize("variable", [None, "folder", "file"])
+def test_cupy_is_imported_by_many_threads_at_once(variable, tmp_path):
+    """And the environment is what it was; also where a folder of the process is made."""
+    (tmp_path / "file").touch()
+    code = (
+        "import os, threading\n"
+        "from cukda import jit\n"
+        f"if {variable is None}: os.environ.pop('CUPY_CACHE_DIR', None)\n"
+        "before, errors, folders = dict(os.environ), [], set()\n"
+        "together = threading.Barrier(8)\n"
+        "def first(index):\n"
+        "    together.wait()\n"
+        "    try:\n"
+        "        if index % 2: jit.import_cupy()\n"
+        "        folders.add(jit.cache_folder())\n"
+        "    except BaseException as error: errors.append(error)\n"
+        "threads = [threading.Thread(target=first, args=[i]) for i in range(8)]\n"
+        "for thread in threads: thread.start()\n"
+        "for thread in threads: thread.join()\n"
+        "assert not errors, errors\n"
+        "assert dict(os.environ) == before\n"
+        "folder, = folders\n"
+        "assert os.path.isdir(folder)\n"
+    )
+    given = {} if variable is None else {"CUPY_CACHE_DIR": str(tmp_path / variable / "of it")}
+    for _ in range(3):
+        run_python(code, HOME=str(tmp_path), TMPDIR=str(tmp_path), **given)
+
+
+def test_a_home_that_is_not_known_is_no_folder(tmp_path):
+    code = (
+        "import os\n"
+        "os.environ.pop('CUPY_CACHE_DIR', None)\n"
+        "os.path.expanduser = lambda path: path\n"
+        "from cukda import jit\n"
+        "print(jit.cache_folder())\n"
+        "assert not os.path.exists('~')\n"
+    )
+    assert Path(run_python(code, TMPDIR=str(tmp_path)).strip()).parent == tmp_path
+
+
+def test_no_folder_at_all(tmp_path):
+    """Then CuPy says what it needs, and the report that there is none."""
+    (tmp_path / "file").touch()
+    nowhere = str(tmp_path / "file" / "folder")
+    code = (
+        "import os, tempfile\n"
+        "def no_place(*args, **options): raise FileNotFoundError('no place')\n"
+        "tempfile.TemporaryDirectory = no_place\n"
+        "from cukda import __main__, jit\n"
+        "assert jit.cache_folder() is None\n"
+        "try:\n"
+        "    jit.import_cupy()\n"
+        "except ImportError as error:\n"
+        "    assert 'no place' not in str(error)\n"
+        "assert __main__.installed()['cache'] is None\n"
+    )
+    run_python(code, CUPY_CACHE_DIR=nowhere)
+
+
 def test_cache_folder_is_the_one_that_can_be_written(tmp_path):
     code = "from cukda import jit\nprint(jit.cache_folder())"
     folder = tmp_path / "new" / "folder"

@@ -164,6 +164,23 @@ def test_the_benchmark_asks_for_pip_without_cupy(monkeypatch):
     assert "pip install 'cukda[cuda12]'" in bench.why_not()
 
 
+def test_a_path_that_the_terminal_has_no_letters_for(tmp_path):
+    folder = str(tmp_path / "é")
+    done = run_module(CUPY_CACHE_DIR=folder, PYTHONIOENCODING="ascii", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("text", ["raise AttributeError('np.core')", "raise OSError('broken')", ""])
+def test_a_cupy_that_does_not_work(tmp_path, text):
+    """It raises, or is another package of that name."""
+    (tmp_path / "cupy").mkdir()
+    (tmp_path / "cupy" / "__init__.py").write_text(text)
+    done = run_module("--json", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["run"]["where"]) == (0, "cpu"), done.stderr
+    assert "CuPy does not import" in report["installed"]["no_gpu_because"]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu():
     done = run_module()

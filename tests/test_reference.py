@@ -252,6 +252,16 @@ def test_magnitudes(names, magnitude, from_zero):
     check(case)
 
 
+@pytest.mark.parametrize(("q", "scale", "v"), [(1e-20, 1e-30, 1e30), (1e-30, 3e38, 1)])
+def test_scale_and_queries_that_leave_float32_together(q, scale, v):
+    case = single(50)
+    case["scale"] = scale
+    case["initial_state"] = None
+    for name, factor in (("q", q), ("v", v)):
+        case[name] = (case[name].astype(np.float32) * np.float32(factor)).astype(inputs.BF16)
+    check(case)
+
+
 @pytest.mark.parametrize("gate", ["rand", "slow"])
 def test_large_initial_state(gate):
     case = single(100, 2, gate)
