@@ -1,17 +1,20 @@
 // The chain of a sequence's joined segments: the state S where each begins,
 //   S <- S M + S_local
 // by 16 rows of S, which are rows of their own throughout. Eight warps, 16 columns each, which come
-// to each of them as S's operand (split.cuh).
+// to each of them as S's operand. Products of tf32, as those of outputs.
 #pragma once
 
 #include "rows.cuh"
-#include "split.cuh"
+#include "transfer.cuh"
 #include "work.cuh"
 
+// A group of a block's warps, which works by itself.
 constexpr int join_warps = 8, join_threads = 32 * join_warps;
+constexpr int num_groups = num_threads / join_threads;
+__device__ inline u32 group_thread() { return mov_tid_x() % join_threads; }
+__device__ inline void group_sync() { bar_sync(1 + mov_tid_x() / join_threads, join_threads); }
+
 constexpr u32 num_chain_parts = head_dim / 16;
-// What `ready` of a state comes to: each warp of each part has written its own of it.
-constexpr u32 all_ready = num_chain_parts * join_warps;
 static_assert(join_warps * 16 == head_dim, "a warp has 16 columns");
 
 // Where a state is known or wanted: the number of the segment that it begins, or of all of them for
@@ -30,18 +33,25 @@ struct Search {
 };
 
 struct ChainShared {
-    Split state[2][join_warps][32];  // the one in use, and the next
-    Place place[3];                  // of this step, the next one, and the one after
-    Search search;
+    // The one in use, and the next: as state_operands, but columns times the powers of two of M's
+    // rows.
+    float4 state[2][head_dim / 8][32];
 };
 
+// Waits until all items are done. num_items: how many there are; or 0, if it is known that they are
+// done. By a group.
+__device__ inline void wait_for_items(const Counts& counts, u32 num_items) {
+    if (group_thread() == 0 && num_items > 0) {
+        while (ld_acquire(&counts.items_done) < num_items) nanosleep(50);
+    }
+    group_sync();
+}
+
 // The next place: where a joined segment begins, or the end, if the final state is wanted and the
-// last item is joined. By a whole warp.
-__device__ inline Place next_place(Search& search, const Work& work, const Slots& slots, int head,
+// last item is joined. By a whole warp, and each of a group for itself.
+__device__ inline Place next_place(Search& now, const Work& work, const Slots& slots, int head,
                                    bool has_final) {
-    const int lane = threadIdx.x % 32;
-    __syncwarp();
-    Search now = search;
+    const int lane = mov_tid_x() % 32;
     while (!(now.joined | now.chained) && now.window <= slots.count) {
         now.window += 32;
         const int index = now.window + lane;
@@ -61,8 +71,6 @@ __device__ inline Place next_place(Search& search, const Work& work, const Slots
     const Place place = {now.window + bit, (now.chained >> bit & 1) != 0};
     now.joined &= ~(1u << bit);
     now.chained &= ~(1u << bit);
-    __syncwarp();
-    if (lane == 0) search = now;
     return place;
 }
 
@@ -91,17 +99,18 @@ __device__ inline u32* state_operands(const Work& work, i64 matrix, int part) {
     return reinterpret_cast<u32*>(work.locals + (matrix * head_dim + 16 * part) * head_dim);
 }
 
-// number: (16 rows of 128, head, sequence), the rows fastest. ready: see kda_join.
+// number: (16 rows of 128, head, sequence), the rows fastest. num_items: see wait_for_items. By a
+// group.
 __device__ inline void run_chain(ChainShared& smem, const Work& work,
                                  const LaneSequence (&sequences)[32], const States& final,
-                                 u32* ready, u32 number) {
-    const int num_heads = work.num_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+                                 u32 number, u32 num_items) {
+    const int num_heads = work.num_heads, lane = group_thread() % 32, warp = group_thread() / 32;
     const int part = number % num_chain_parts;
     const int head = static_cast<int>(number / num_chain_parts % num_heads);
-    const i64 sequence = number / num_chain_parts / num_heads;
+    const u32 sequence = number / num_chain_parts / num_heads;
     const Slots slots = work.slots_of(sequence, sequences[lane]);
     // Of the segment before.
-    const u32 first_matrix = static_cast<u32>(slots.first) * num_heads + head;
+    const u32 first_matrix = slots.first * num_heads + head;
     const auto matrix_before = [&](int index) { return first_matrix + (index - 1) * num_heads; };
     // Where this lane has four neighbours, in its first row; its other is two rows on.
     const int four = 16 * part * head_dim + state_row_offset(lane) + 16 * warp + 4 * (lane % 4);
@@ -112,61 +121,42 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
         local[0] = *reinterpret_cast<const float4*>(from);
         local[1] = *reinterpret_cast<const float4*>(from + state_half_offset);
     };
-    SplitB m[join_warps][2];
-    // The first warp looks for places, two steps ahead.
-    const auto look = [&](u32 step) {
-        if (warp > 0) return;
-        const Place place =
-            next_place(smem.search, work, slots, head, final.kind != StateKind::None);
-        if (lane == 0) smem.place[step % 3] = place;
+    Search search = {-32, 0, 0, goes_on};
+    const auto next_of = [&] {
+        return next_place(search, work, slots, head, final.kind != StateKind::None);
     };
-    if (threadIdx.x == 0) smem.search = {-32, 0, 0, goes_on};
-    look(0);
-    look(1);
-    __syncthreads();
-    if (smem.place[0].index > slots.count) return;
-    load_local(smem.place[0].index);
+    Place here = next_of();
+    if (here.index > slots.count) return;
+    wait_for_items(*work.counts, num_items);
+    load_local(here.index);
     // Every warp has its local state, before any puts operands in that place.
-    __syncthreads();
-    int to_release = 0;  // no join is there
-    const auto release = [&] {
-        __syncwarp();
-        if (lane == 0 && to_release) red_release_add(ready + matrix_before(to_release), 1);
-        to_release = 0;
-    };
-    for (u32 step = 0;; ++step) {
-        const Place here = smem.place[step % 3];
-        if (here.index > slots.count) break;
-        // Before the next loads are under way: a release waits for all loads of its warp, and takes
-        // 0.7 of the 2 us of a step (H200).
-        release();
-        look(step + 2);
-        const int next = smem.place[(step + 1) % 3].index;
+    group_sync();
+    uint4 m[join_warps];
+    for (int step = 0;; ++step) {
+        const Place next = next_of();
         // Of any segment, if there is no next one.
-        const SplitB* next_m =
-            transfer_operands(work.transfers, matrix_before(min(next, slots.count)), 0) +
-            warp * 2 * 32 + lane;
-        // A step ahead.
-        const auto load_next_m = [&](int k16) {
+        const u32 next_matrix = matrix_before(min(next.index, slots.count));
+        const uint4* next_m = transfer_operands(work.transfers, next_matrix) + warp * 32 + lane;
+        const uint4 next_scales =
+            ld_global_v4(transfer_scales(work.transfers, next_matrix) + 16 * warp + 4 * (lane % 4));
+        float sums[2][2][4] = {};  // of even and odd operands, two tiles of columns
 #pragma unroll
-            for (int tile = 0; tile < 2; ++tile) {
-                const uint4 b = ld_global_v4(next_m + (2 * join_warps * k16 + tile) * 32);
-                m[k16][tile] = {{b.x, b.y}, {b.z, b.w}};
-            }
-        };
-        SplitSum sums[2];
-        if (here.is_chained) {
-#pragma unroll
-            for (int k16 = 0; k16 < join_warps; ++k16) {
-                const Split s = smem.state[step % 2][k16][lane];
-                sums[0].add(s, m[k16][0]);
-                sums[1].add(s, m[k16][1]);
-                load_next_m(k16);
-            }
-        } else {
+        for (int k8 = 0; k8 < head_dim / 8; ++k8) {
             // The first of a chain follows no state.
+            if (here.is_chained) {
+                const float4 s = smem.state[step % 2][k8][lane];
+                const u32 a[4] = {__float_as_uint(s.x), __float_as_uint(s.y), __float_as_uint(s.z),
+                                  __float_as_uint(s.w)};
+                const uint4 b = m[k8 / 2];
+                const u32 pairs[2] = {k8 % 2 ? b.y : b.x, k8 % 2 ? b.w : b.z};
 #pragma unroll
-            for (int k16 = 0; k16 < join_warps; ++k16) load_next_m(k16);
+                for (int tile = 0; tile < 2; ++tile) {
+                    mma_m16n8k8_tf32(sums[k8 % 2][tile], a, __float_as_uint(f16_low(pairs[tile])),
+                                     __float_as_uint(f16_high(pairs[tile])));
+                }
+            }
+            // A step ahead, in the place of what has been used.
+            if (k8 % 2) m[k8 / 2] = ld_global_v4(next_m + join_warps * (k8 / 2) * 32);
         }
         float state[2][4];  // columns (0, 1) of the four, then (2, 3)
 #pragma unroll
@@ -175,25 +165,34 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
                                          local[half].w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                state[i / 2][2 * half + i % 2] = four_local[i] + sums[i / 2].at(2 * half + i % 2);
+                const int at = 2 * half + i % 2;
+                state[i / 2][at] = four_local[i] + (sums[0][i / 2][at] + sums[1][i / 2][at]);
             }
         }
         if (here.index == slots.count) {
             store_four(final, sequence * num_heads + head, state, four);
             break;
         }
-        smem.state[(step + 1) % 2][warp][lane] = split_a(state);
         u32* to =
             state_operands(work, matrix_before(here.index), part) + (2 * warp * 32 + lane) * 4;
+        const float scales[4] = {__uint_as_float(next_scales.x), __uint_as_float(next_scales.y),
+                                 __uint_as_float(next_scales.z), __uint_as_float(next_scales.w)};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            *reinterpret_cast<float4*>(to + i * 32 * 4) =
-                make_float4(cvt_tf32(state[i][0]), cvt_tf32(state[i][2]), cvt_tf32(state[i][1]),
-                            cvt_tf32(state[i][3]));
+            const float4 a = make_float4(cvt_tf32(state[i][0]), cvt_tf32(state[i][2]),
+                                         cvt_tf32(state[i][1]), cvt_tf32(state[i][3]));
+            *reinterpret_cast<float4*>(to + i * 32 * 4) = a;
+            smem.state[(step + 1) % 2][2 * warp + i][lane] =
+                make_float4(a.x * scales[2 * i], a.y * scales[2 * i], a.z * scales[2 * i + 1],
+                            a.w * scales[2 * i + 1]);
         }
-        to_release = here.index;
-        if (next <= slots.count) load_local(next);
-        __syncthreads();
+        if (next.index <= slots.count) load_local(next.index);
+        group_sync();
+        // By one warp for all, and each time by another: it waits until the stores are done.
+        if (warp == step % join_warps && lane == 0) {
+            red_release_add(work.ready + matrix_before(here.index), 1);
+        }
+        if (next.index > slots.count) break;
+        here = next;
     }
-    release();
 }

@@ -87,14 +87,14 @@ constexpr u32 kq_in_at = 0, k_inverse_at = kq_in_at + sizeof(Stage::kq_in),
               q_norm_at = beta_norm_at + sizeof(Stage::beta_norm);
 
 // Whose state an item begins or ends with: nobody's (zero, or dropped), the caller's; a segment's
-// local state or transfer, for join.cu. The last two are what such items begin with.
+// local state or transfer, for join.cuh. The last two are what such items begin with.
 enum class StateOf { Nobody, Caller, Local, Transfer, Identity, Zero };
 
 // What a block works on at a time (items.cuh).
 struct Item {
-    i64 begin;                   // the first row of [B * T]
-    i64 from_matrix, to_matrix;  // where among those states its own are, in states of [128 x 128]
-    i64 partials_end;            // where its chunks end in partials (work.cuh), or 0
+    u32 begin;                   // the first row of [B * T]
+    u32 from_matrix, to_matrix;  // where among those states its own are, in states of [128 x 128]
+    u32 partials_end;            // where its chunks end in partials (work.cuh), or 0
     StateOf from, to;
     int head, part;  // part: which v_rows of the state
     int num_tokens, num_chunks;
@@ -109,7 +109,7 @@ struct HeadInputs {
 
 // A sequence, in a warp that holds one a lane (work.cuh).
 struct LaneSequence {
-    i64 begin;
+    u32 begin;
     int length;
     u32 first_slot;
     int num_segments;
@@ -134,8 +134,9 @@ constexpr int num_item_slots = num_stages + num_raw + num_solvers;
 
 // How far find_piece has come (work.cuh).
 struct Walk {
-    u32 window;  // the first of the 128 begins that are looked at
-    u32 before;  // pieces of work before those
+    u32 window;      // the first of the 128 begins that are looked at
+    u32 before;      // pieces of work before those
+    u32 any_joined;  // whether some of those are of joined segments
 };
 
 // How far a solver is with fetching (fetch.cuh).
@@ -151,7 +152,7 @@ struct FetchState {
     Walk walk;
 };
 
-struct SolverScratch {                   // 1,312 bytes
+struct SolverScratch {                   // 1,328 bytes
     alignas(16) float lower[chunk][20];  // A diag(beta); rows padded to 80 bytes
     FetchState fetch;  // not in registers, which a solver has none to spare of from chunk to chunk
 };

@@ -13,6 +13,8 @@ constexpr float log2_nothing = -60.0f;
 constexpr int scout_warps = 4, scout_threads = 32 * scout_warps;
 constexpr int scout_rounds = 2;  // of scout_warps chunks each
 static_assert(scout_rounds * scout_warps == most_cut);
+// Slots and heads, about as many as multiprocessors, whose first 32 rows are fetched early: 5 MB.
+constexpr u32 early_slots = 160;
 
 // The warp's sums of several numbers, side by side: one's latency hides the others'.
 template <int size>
@@ -83,31 +85,45 @@ __device__ inline float log2_left_by_chunk(ScoutRows& rows, const CutSource& sou
     }
     cp_async_wait_all();
     __syncwarp();
-    // Two tokens to an exchange of sums between the lanes, and little code: with all tokens
-    // unrolled it drove that of the other kernels out of the instruction cache.
-#pragma unroll 1
-    for (int t = 0; t < chunk; t += 2) {
-        float g0[num_channels], g1[num_channels], k0[num_channels], k1[num_channels];
+    // Two tokens: |k|, and e^a.
+    float k0[num_channels], k1[num_channels], decay0[num_channels], decay1[num_channels];
+    const auto load_pair = [&](int t) {
+        float g0[num_channels], g1[num_channels];
         load_four(g0, &rows.g[t][channel]);
         load_four(g1, &rows.g[t + 1][channel]);
         load_four(k0, &rows.k[t][channel]);
         load_four(k1, &rows.k[t + 1][channel]);
+#pragma unroll
+        for (int c = 0; c < num_channels; ++c) {
+            k0[c] = fabsf(k0[c]);
+            k1[c] = fabsf(k1[c]);
+            decay0[c] = ex2_approx(log2_decay(g0[c], bias[c], gate));
+            decay1[c] = ex2_approx(log2_decay(g1[c], bias[c], gate));
+        }
+    };
+    load_pair(0);
+    // Two tokens to an exchange of sums between the lanes, and little code: with all tokens
+    // unrolled it drove that of the other kernels out of the instruction cache.
+#pragma unroll 1
+    for (int t = 0; t < chunk; t += 2) {
         // b |k_0|; b |k_1| as if token 0 added nothing; what there is of |k_0| along |k_1| by
         // then; and the squares.
         float sums[5] = {};
-        float carried[num_channels];  // |k_0| e^a_1
+        float carried[num_channels], along[num_channels];  // |k_0| e^a_1; |k_1|
 #pragma unroll
         for (int c = 0; c < num_channels; ++c) {
-            const float decay = ex2_approx(log2_decay(g1[c], bias[c], gate));
-            bound[c] *= ex2_approx(log2_decay(g0[c], bias[c], gate));
-            sums[0] = fmaf(bound[c], fabsf(k0[c]), sums[0]);
-            bound[c] *= decay;
-            sums[1] = fmaf(bound[c], fabsf(k1[c]), sums[1]);
-            carried[c] = fabsf(k0[c]) * decay;
-            sums[2] = fmaf(carried[c], fabsf(k1[c]), sums[2]);
+            bound[c] *= decay0[c];
+            sums[0] = fmaf(bound[c], k0[c], sums[0]);
+            bound[c] *= decay1[c];
+            sums[1] = fmaf(bound[c], k1[c], sums[1]);
+            carried[c] = k0[c] * decay1[c];
+            along[c] = k1[c];
+            sums[2] = fmaf(carried[c], k1[c], sums[2]);
             sums[3] = fmaf(k0[c], k0[c], sums[3]);
             sums[4] = fmaf(k1[c], k1[c], sums[4]);
         }
+        // While the sums are under way.
+        load_pair((t + 2) % chunk);
         warp_sums(sums);
         // Where squares overflow there is no telling.
         const float nan = __int_as_float(0x7fffffff);
@@ -116,7 +132,7 @@ __device__ inline float log2_left_by_chunk(ScoutRows& rows, const CutSource& sou
         const float part1 = sums[4] < 1e37f ? sum1 * rcp_approx(sums[4] + 1e-6f) : nan;
 #pragma unroll
         for (int c = 0; c < num_channels; ++c) {
-            bound[c] = fmaf(part1, fabsf(k1[c]), fmaf(part0, carried[c], bound[c]));
+            bound[c] = fmaf(part1, along[c], fmaf(part0, carried[c], bound[c]));
         }
     }
     // Before the rows of the next round.
@@ -130,45 +146,12 @@ __device__ inline float log2_left_by_chunk(ScoutRows& rows, const CutSource& sou
     return lg2_approx(largest);
 }
 
-// g, k: bf16 [B, T, H, 128]; A_log: fp32 [H] or null; dt_bias: fp32 [H, 128] or null; cu_seqlens
-// to num_slots, begins and counts: see struct Work. Where a sequence is not cut it is joined, from
-// segment first_joined on, at every join_every-th (0: nowhere). Writes begins [num_slots, H], and
-// zeros to counts and, if it is there, to ready [num_slots, H].
-extern "C" __global__ void __launch_bounds__(scout_threads, 4)
-    kda_cuts(const u16* g, const u16* k, const float* A_log, const float* dt_bias,
-             float lower_bound, const void* cu_seqlens, int cu_seqlens_bytes, int num_sequences,
-             i64 num_tokens, int num_heads, int segment, u32 num_slots, int first_joined,
-             int join_every, Begin* begins, Counts* counts, u32* ready) {
-    extern __shared__ __align__(16) unsigned char storage[];
-    CutsShared& smem = *reinterpret_cast<CutsShared*>(storage);
-    const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens,
-                       num_heads,  segment,          num_slots,     begins};
-    const u32 slot = blockIdx.x / num_heads;
-    const int head = static_cast<int>(blockIdx.x - slot * num_heads);
-    if (blockIdx.x == 0 && threadIdx.x == 0) *counts = {};
-    if (ready && threadIdx.x == 0) ready[blockIdx.x] = 0;
-    const Segment mine = work.segment_of(slot, work.lane_sequence());
-    if (mine.index <= 0 || mine.index >= mine.num_segments) {
-        const bool is_there = mine.index == 0 && mine.num_segments > 0;
-        if (threadIdx.x == 0) begins[blockIdx.x] = is_there ? is_first : goes_on;
-        return;
-    }
-
+// How many chunks before a cut make the state there, or 0 where they leave too much of the one
+// before them. cut: rows of the sequence before it. By a whole block.
+__device__ inline int look_for_cut(CutsShared& smem, const CutSource& source, int cut) {
     // Shuffled, so that the compiler knows it for one number of the warp.
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    const i64 cut = mine.index * segment;  // rows of the sequence before it
-    const i64 column = static_cast<i64>(head) * head_dim;
-    const i64 token_stride = static_cast<i64>(num_heads) * head_dim;
-    const i64 offset = (mine.begin + cut) * token_stride + column;
-    const CutSource source = {g + offset,
-                              k + offset,
-                              token_stride,
-                              A_log ? A_log + head : nullptr,
-                              dt_bias ? dt_bias + column : nullptr,
-                              lower_bound};
-
-    // What is left by each chunk multiplies.
-    float log2_left = 0.0f;
+    float log2_left = 0.0f;  // what is left by each chunk multiplies
     int num_chunks = 0;
 #pragma unroll 1
     for (int round = 0; round < scout_rounds && num_chunks == 0; ++round) {
@@ -188,11 +171,54 @@ extern "C" __global__ void __launch_bounds__(scout_threads, 4)
         // Give up on what is not on its way; NaN is not.
         if (!(log2_left < log2_nothing * (round + 1) / scout_rounds)) break;
     }
-    if (threadIdx.x == 0) {
-        const i64 after = mine.index - first_joined;
+    return num_chunks;
+}
+
+// q, k, v, g: bf16 [B, T, H, 128]; A_log: fp32 [H] or null; dt_bias: fp32 [H, 128] or null;
+// cu_seqlens to num_slots, begins and counts: see struct Work. Where a sequence is not cut it is
+// joined, from segment first_joined on, at every join_every-th (0: nowhere). Writes begins
+// [num_slots, H], and zeros to counts and, if it is there, to ready [num_slots, H].
+extern "C" __global__ void __launch_bounds__(scout_threads, 4)
+    kda_cuts(const u16* q, const u16* k, const u16* v, const u16* g, const float* A_log,
+             const float* dt_bias, float lower_bound, const void* cu_seqlens, int cu_seqlens_bytes,
+             int num_sequences, u32 num_tokens, int num_heads, int segment, u32 num_slots,
+             int first_joined, int join_every, Begin* begins, Counts* counts, u32* ready) {
+    extern __shared__ __align__(16) unsigned char storage[];
+    CutsShared& smem = *reinterpret_cast<CutsShared*>(storage);
+    const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens,
+                       num_heads,  segment,          num_slots,     begins};
+    const u32 slot = blockIdx.x / num_heads;
+    const int head = static_cast<int>(blockIdx.x - slot * num_heads);
+    if (blockIdx.x == 0 && threadIdx.x == 0) *counts = {};
+    if (ready && threadIdx.x == 0) ready[blockIdx.x] = 0;
+    const Segment mine = work.segment_of(slot, work.lane_sequence());
+    const bool is_there = mine.index >= 0 && mine.index < mine.num_segments;
+    const int cut = mine.index * segment;  // rows of the sequence before it
+    const i64 column = static_cast<i64>(head) * head_dim;
+    const i64 token_stride = static_cast<i64>(num_heads) * head_dim;
+    const i64 offset = (mine.begin + cut) * token_stride + column;
+
+    Begin begin = is_there ? is_first : goes_on;
+    if (is_there && cut > 0) {
+        const CutSource source = {g + offset,
+                                  k + offset,
+                                  token_stride,
+                                  A_log ? A_log + head : nullptr,
+                                  dt_bias ? dt_bias + column : nullptr,
+                                  lower_bound};
+        const int num_chunks = look_for_cut(smem, source, cut);
+        const int after = mine.index - first_joined;
         const bool may_join = join_every > 0 && after >= 0 && after % join_every == 0;
-        begins[blockIdx.x] = num_chunks > 0 ? static_cast<Begin>(num_chunks)
-                             : may_join     ? is_joined
-                                            : goes_on;
+        begin = num_chunks > 0 ? static_cast<Begin>(num_chunks) : may_join ? is_joined : goes_on;
+    }
+    if (threadIdx.x == 0) begins[blockIdx.x] = begin;
+    // The first rows of what kda_fwd takes first, into L2, while memory has nothing to do: its
+    // blocks all begin at once, with eight chunks each.
+    const int row = threadIdx.x / 4;
+    if (is_there && blockIdx.x < early_slots && cut + row < mine.length) {
+        const i64 at = offset + row * token_stride + threadIdx.x % 2 * (head_dim / 2);
+        const bool other = threadIdx.x / 2 % 2;
+        prefetch_global_l2((other ? g : q) + at);
+        prefetch_global_l2((other ? v : k) + at);
     }
 }

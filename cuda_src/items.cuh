@@ -13,19 +13,19 @@ struct Piece {
 constexpr u32 num_parts = head_dim / v_rows;
 
 // The block's next piece of work, from a round, or a walk, on; one of begin num_states when there
-// are no more. By a whole warp.
+// are no more. With segments, round is the number of one that has been taken, or none_taken. By a
+// whole warp.
+constexpr u32 none_taken = ~0u;
 __device__ inline Piece next_piece(const Work& work, u32& round, Walk& walk) {
     if (work.segment) {
-        // Which segments are work is not known before: after a first one for each block, whoever
-        // has time takes the next.
-        u32 rank = blockIdx.x;
-        if (round++ > 0) {
-            if (mov_tid_x() % 32 == 0) rank = gridDim.x + atomicAdd(&work.counts->items, 1);
+        // Which segments are work is not known before: whoever has time takes the next.
+        u32 rank = round;
+        if (rank == none_taken) {
+            if (mov_tid_x() % 32 == 0) rank = atomicAdd(&work.counts->items, 1);
             rank = __shfl_sync(~0u, rank, 0);
         }
-        const u32 begin = find_piece(work, walk, rank, [](Begin begin) {
-            return begin == goes_on ? 0 : begin == is_joined ? 2 * num_parts : num_parts;
-        });
+        round = none_taken;
+        const u32 begin = find_piece(work, walk, rank, num_parts, num_parts);
         return {begin, rank};
     }
     // To and fro: who had the longest of one round has the shortest of the next.
@@ -49,16 +49,16 @@ __device__ inline Item find_item(const Work& work, const LaneSequence (&sequence
     const Segment segment = work.segment_of(slot, sequences[lane]);
     const Begin begin = static_cast<Begin>(__shfl_sync(~0u, lane_begin, 0));
     const NextBegin next = work.next_begin(slot, segment, head, lane_begin);
-    const i64 end = next.index;
+    const int end = next.index;
     const bool is_last = end == segment.num_segments;
-    const i64 last_slot = slot + end - segment.index - 1;
+    const u32 last_slot = slot + end - segment.index - 1;
     const bool is_transfer = piece.part >= num_parts;
-    // To the next segment, or to a final state that join.cu works out.
+    // To the next segment, or to a final state that chain.cuh works out.
     const bool is_joined_on = (is_last ? begin : next.begin) == is_joined;
     const int warm_up = begin <= most_cut ? chunk * begin : 0;
-    const i64 first = segment.index * work.segment;
+    const int first = segment.index * work.segment;
     // Bounds that overlap may leave a sequence fewer slots than it has segments.
-    const i64 last = work.segment ? min(segment.length, end * work.segment) : segment.length;
+    const int last = work.num_rows_to(segment, end);
     Item item;
     item.head = head;
     item.part = static_cast<int>(piece.part % num_parts);
@@ -73,9 +73,8 @@ __device__ inline Item find_item(const Work& work, const LaneSequence (&sequence
                              : StateOf::Nobody;
     item.to_matrix =
         item.to == StateOf::Caller ? item.from_matrix : last_slot * work.num_heads + head;
-    if (is_transfer && lane == 0) work.counts->any_joined = 1;
     item.begin = segment.begin + first - warm_up;
-    item.num_tokens = static_cast<int>(last - first) + warm_up;
+    item.num_tokens = last - first + warm_up;
     // One without tokens has a chunk too, in which nothing happens.
     item.num_chunks = max(1, (item.num_tokens + chunk - 1) / chunk);
     item.num_written = begin == is_joined ? 0 : item.num_chunks - warm_up / chunk;

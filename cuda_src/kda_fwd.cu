@@ -13,33 +13,42 @@
 //   solvers (fetch.cuh, solve.cuh): find items, fetch q, k, g; norms and beta, the matrices
 //     (I + A diag(beta))^-1 and P;
 //   consumers (recurrence.cuh): 16 rows of the state each, in registers, through all chunks.
-// Grid: any number of blocks, which share the items; no block waits for another.
+// Where segments are joined all warps go on to that when no items are left (join.cuh).
+// Grid: any number of blocks, which share what there is to do; none waits for one that may not run.
 // Shared memory: struct Shared (chunk.cuh), dynamic.
 #include "chunk.cuh"
 #include "factors.cuh"
+#include "join.cuh"
 #include "ptx.cuh"
 #include "recurrence.cuh"
 #include "solve.cuh"
 #include "work.cuh"
 
+// What a thread has where all have as many: at first, and in joins.
+constexpr int even_registers = 65536 / num_threads;
+
 // q, k, g, v, out: bf16 [B, T, H, 128]; beta: bf16 [B, T, H]; A_log: fp32 [H] or null; dt_bias:
 // fp32 [H, 128] or null; states: [N, H, 128 (v), 128 (k)] of the kind given, or null; cu_seqlens:
-// int32 or int64 [N + 1] or null (then N = B). All contiguous. num_tokens is T. segment and what
-// follows: see struct Work.
+// int32 or int64 [N + 1] or null (then N = B). All contiguous. num_tokens is T. segment to ready:
+// see struct Work; run_tiles, item_runs: see run_outputs.
 extern "C" __global__ void __launch_bounds__(num_threads, 1)
     kda_fwd(const u16* q, const u16* k, const u16* v, const u16* g, const u16* beta, float scale,
             u16* out, const float* A_log, const float* dt_bias, float lower_bound,
             const void* initial_state, StateKind initial_kind, void* final_state,
             StateKind final_kind, const void* cu_seqlens, int cu_seqlens_bytes, int num_sequences,
-            i64 num_tokens, int num_heads, int segment, u32 num_slots, const Begin* begins,
-            Counts* counts, float* locals, float* transfers, float* partials) {
+            u32 num_tokens, int num_heads, int segment, u32 num_slots, const Begin* begins,
+            Counts* counts, float* locals, float* transfers, float* partials, u32* ready,
+            u32 run_tiles, u32 item_runs) {
     extern __shared__ __align__(256) unsigned char storage[];
     Shared& smem = *reinterpret_cast<Shared*>(storage);
-    const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens, num_heads, segment,
-                       num_slots,  begins,           locals,        transfers,  partials,  counts};
+    const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens, num_heads,
+                       segment,    num_slots,        begins,        locals,     transfers,
+                       partials,   counts,           ready};
     const States initial = {const_cast<void*>(initial_state), initial_kind};
     const States final = {final_state, final_kind};
 
+    const int warp = threadIdx.x / 32;
+    if (warp == num_factor_warps) prepare_solvers(smem, work);
     if (threadIdx.x == 0) {
         // Every thread that wrote, or read, arrives for itself.
         init(smem.raw_full, 32);
@@ -51,7 +60,6 @@ extern "C" __global__ void __launch_bounds__(num_threads, 1)
     }
     __syncthreads();
 
-    const int warp = threadIdx.x / 32;
     if (warp < num_factor_warps + num_solvers) {
         if constexpr (use_wgmma) setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp < num_factor_warps) {
@@ -64,4 +72,16 @@ extern "C" __global__ void __launch_bounds__(num_threads, 1)
         if constexpr (use_wgmma) setmaxnreg_inc<CONSUMER_REGISTERS>();
         run_recurrence(smem, work, v, out, initial, final);
     }
+    if (!ready) return;
+    // Only then are registers taken back: consumers may not have had theirs yet, if the block has
+    // had no items.
+    __syncthreads();
+    if constexpr (use_wgmma) {
+        if (warp < num_factor_warps + num_solvers) {
+            setmaxnreg_inc<even_registers>();
+        } else {
+            setmaxnreg_dec<even_registers>();
+        }
+    }
+    run_join(smem, work, out, scale, final, run_tiles, item_runs);
 }

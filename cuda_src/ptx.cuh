@@ -61,6 +61,22 @@ __device__ inline u32 cvt_f16x2(float low, float high) {
     return packed;
 }
 
+// One of such a pair.
+__device__ inline float f16_low(u32 packed) {
+    float x;
+    asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}"
+        : "=f"(x)
+        : "r"(packed));
+    return x;
+}
+__device__ inline float f16_high(u32 packed) {
+    float x;
+    asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}"
+        : "=f"(x)
+        : "r"(packed));
+    return x;
+}
+
 // Two products of bf16 pairs, each rounded once. SM80 has no mul.bf16x2: adds -0, which is nothing.
 __device__ inline u32 mul_bf16x2(u32 a, u32 b) {
     u32 product;
@@ -168,6 +184,12 @@ __device__ inline float4 ld_shared_v4(u32 address) {
     return x;
 }
 
+__device__ inline int ld_shared(u32 address) {
+    int x;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address));
+    return x;
+}
+
 __device__ inline float2 ld_shared_v2(u32 address) {
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
@@ -240,6 +262,11 @@ __device__ inline void mma_m16n8k8_tf32(float (&acc)[4], const u32 (&a)[4], u32 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Waits for so many threads of whole warps, which all name this barrier of the block's.
+__device__ inline void bar_sync(u32 barrier, u32 num_threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+
 __device__ inline void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -291,16 +318,6 @@ __device__ inline void wgmma_wait_group() {
 // acc[64 x 8n] += a[64 x 16] b[16 x 8n] by a warpgroup, 16 rows to a warp; asynchronous. b is a
 // shared-memory descriptor; transposed_b says that its core matrices are rows of k.
 template <int transposed_b>
-__device__ inline void wgmma_m64k16_bf16(float (&acc)[2][4], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, "
-        "{%8, %9, %10, %11}, %12, 1, 1, 1, %13;"
-        : "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][0]),
-          "+f"(acc[1][1]), "+f"(acc[1][2]), "+f"(acc[1][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed_b));
-}
-
-template <int transposed_b>
 __device__ inline void wgmma_m64k16_bf16(float (&acc)[4][4], const u32 (&a)[4], u64 b) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, "
@@ -311,6 +328,19 @@ __device__ inline void wgmma_m64k16_bf16(float (&acc)[4][4], const u32 (&a)[4], 
           "+f"(acc[2][2]), "+f"(acc[2][3]), "+f"(acc[3][0]), "+f"(acc[3][1]), "+f"(acc[3][2]),
           "+f"(acc[3][3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed_b));
+}
+
+// acc[64 x 32] += a[64 x 8] b[8 x 32], tf32 in. b's core matrices are rows of n, four elements
+// each.
+__device__ inline void wgmma_m64k8_tf32(float (&acc)[4][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32 {%0, %1, %2, %3, %4, %5, %6, %7, %8, "
+        "%9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, 1, 1, 1;"
+        : "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][0]),
+          "+f"(acc[1][1]), "+f"(acc[1][2]), "+f"(acc[1][3]), "+f"(acc[2][0]), "+f"(acc[2][1]),
+          "+f"(acc[2][2]), "+f"(acc[2][3]), "+f"(acc[3][0]), "+f"(acc[3][1]), "+f"(acc[3][2]),
+          "+f"(acc[3][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 template <int transposed_b>
@@ -338,6 +368,17 @@ __device__ inline void wgmma_m64k16_bf16(float (&acc)[16][4], const u32 (&a)[4],
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed_b));
 }
 
+// d[64 x 16] = a b, where there is nothing to add to: the compiler would make zeros for it.
+template <int transposed_b>
+__device__ inline void wgmma_m64k16_bf16_first(float (&d)[2][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "{%8, %9, %10, %11}, %12, 0, 1, 1, %13;"
+        : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3]), "=f"(d[1][0]), "=f"(d[1][1]),
+          "=f"(d[1][2]), "=f"(d[1][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed_b));
+}
+
 // Takes registers from this warpgroup's threads, down to so many each, for others ...
 template <int registers>
 __device__ inline void setmaxnreg_dec() {
@@ -352,6 +393,17 @@ __device__ inline void setmaxnreg_inc() {
 
 // No instruction: a place in the program's order by which x has been worked out.
 __device__ inline void keep_in_order(float& x) { asm volatile("" : "+f"(x)); }
+
+// No instruction: what is worked out from x behind it is not what was worked out from x before, and
+// which the compiler would keep in registers, or in memory, until then.
+template <typename Number>
+__device__ inline void forget(Number& x) {
+    if constexpr (sizeof(Number) == 8) {
+        asm volatile("" : "+l"(x));
+    } else {
+        asm volatile("" : "+r"(x));
+    }
+}
 
 // 16 bytes of global memory, in the program's order: the compiler would move the load to its use.
 __device__ inline uint4 ld_global_v4(const void* pointer) {
@@ -380,6 +432,10 @@ __device__ inline void st_global_v2(void* pointer, uint2 x) {
 }
 
 // Brings the cache line at this address into L2.
+__device__ inline void prefetch_global_l1(const void* pointer) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(pointer));
+}
+
 __device__ inline void prefetch_global_l2(const void* pointer) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
 }

@@ -9,7 +9,7 @@
 #include "chunk.cuh"
 #include "items.cuh"
 #include "rows.cuh"
-#include "split.cuh"
+#include "transfer.cuh"
 
 constexpr int k_tiles = head_dim / 8;
 
@@ -137,23 +137,21 @@ __device__ inline void clear_from(u32 (&x)[4], const int (&first_bad)[2], int la
 using InverseB = WarpB<Major::N, 2 * core_bytes, core_bytes>;
 using PB = WarpB<Major::K, 2 * core_bytes, core_bytes>;
 
-// Adds the product U P^T to o by one warp, from W anew, for a chunk in which U is not finite
-// somewhere: as if each row of v ended before the first such token, because a product over tokens
-// carries one token's NaN to all of them. Returns those tokens in first_bad.
-__device__ inline void output_before_bad(float (&o)[2][4], int (&first_bad)[2], u32 (&frag_w)[4],
-                                         u32 stage, int lane) {
+// U anew, from W, for a chunk in which it is not finite somewhere: as if each row of v ended before
+// the first such token, because a product over tokens carries one token's NaN to all of them.
+// Returns those tokens in first_bad.
+__device__ inline void end_before_bad(u32 (&frag_u)[4], int (&first_bad)[2], u32 (&frag_w)[4],
+                                      u32 stage, int lane) {
     first_bad_tokens(first_bad, frag_w, lane);
     clear_from(frag_w, first_bad, lane);
     float u[2][4] = {};
     rs_gemm(u, frag_w, InverseB(stage + inverse_at, lane));
-    u32 frag_u[4];
     pack_a(frag_u, u[0], u[1]);
     int first_overflow[2];
     first_bad_tokens(first_overflow, frag_u, lane);
     first_bad[0] = min(first_bad[0], first_overflow[0]);
     first_bad[1] = min(first_bad[1], first_overflow[1]);
     clear_from(frag_u, first_bad, lane);
-    rs_gemm(o, frag_u, PB(stage + p_at, lane));
 }
 
 // Of a stage's numbers per token, those of the tokens that a lane has of a product [16 x tokens].
@@ -186,7 +184,7 @@ __device__ inline void step(float (&state)[k_tiles][4], u32 stage, Rows& v, int 
         for (int k16 = 0; k16 < head_dim / 16; ++k16) pack(k16);
     }
     float kq[4][4] = {};  // KS of tokens 0-7, 8-15, QS of tokens 0-7, 8-15
-    ConsumerB<Major::K, core_bytes, kq_k_stride> kq_in(stage + kq_in_at, lane);
+    ConsumerB<Major::K, core_bytes, kq_k_stride> kq_in(stage, kq_in_at, lane);
     gemm_begin();
 #pragma unroll
     for (int k16 = 0; k16 < head_dim / 16; ++k16) {
@@ -229,8 +227,6 @@ __device__ inline void step(float (&state)[k_tiles][4], u32 stage, Rows& v, int 
     float u[2][4] = {};
     mma_m16n8k16_bf16(u[0], frag_w, inverse[0], inverse[1]);
     mma_m16n8k16_bf16(u[1], frag_w, inverse[2], inverse[3]);
-    u32 p[4];
-    ldmatrix_x4(p, PB(stage + p_at, lane).at);
     float beta_norm[2][2];
     load_numbers(beta_norm, stage + beta_norm_at, lane);
     const auto decay_state = [&] {
@@ -253,17 +249,24 @@ __device__ inline void step(float (&state)[k_tiles][4], u32 stage, Rows& v, int 
     pack_a(frag_u, u[0], u[1]);
     scale_tokens(u, beta_norm);
     pack_a(frag_ku, u[0], u[1]);
+    // Of O alone, and before its product: another one's last bits would tell of later tokens.
+    const bool rare = __any_sync(~0u, not_finite(frag_u) != 0);
+    int first_bad[2] = {chunk, chunk};
+    if (rare) end_before_bad(frag_u, first_bad, frag_w, stage, lane);
 
     float o[2][4];
-    mma_m16n8k16_bf16(o[0], frag_u, p[0], p[1], kq[2]);
-    mma_m16n8k16_bf16(o[1], frag_u, p[2], p[3], kq[3]);
+    if constexpr (!use_wgmma) {
+        u32 p[4];
+        ldmatrix_x4(p, PB(stage + p_at, lane).at);
+        mma_m16n8k16_bf16(o[0], frag_u, p[0], p[1], kq[2]);
+        mma_m16n8k16_bf16(o[1], frag_u, p[2], p[3], kq[3]);
+    }
     const auto finish_output = [&] {
-        const bool rare = __any_sync(~0u, not_finite(frag_u) != 0);
-        int first_bad[2] = {chunk, chunk};
-        if (rare) {
+        if constexpr (use_wgmma) {
+            gemm_wait<1>();
+            hold(o);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) o[i / 4][i % 4] = kq[2 + i / 4][i % 4];
-            output_before_bad(o, first_bad, frag_w, stage, lane);
+            for (int i = 0; i < 8; ++i) o[i / 4][i % 4] += kq[2 + i / 4][i % 4];
         }
         float q_norm[2][2];
         load_numbers(q_norm, stage + q_norm_at, lane);
@@ -284,11 +287,14 @@ __device__ inline void step(float (&state)[k_tiles][4], u32 stage, Rows& v, int 
     }
     hold(state);
     gemm_begin();
-    rs_gemm(state, frag_ku,
-            ConsumerB<Major::N, 2 * core_bytes, core_bytes>(stage + k_out_at, lane));
+    if constexpr (use_wgmma) {
+        rs_gemm_first(o, frag_u, GroupB<Major::K, 2 * core_bytes, core_bytes>(stage, p_at, lane));
+        gemm_commit();
+    }
+    rs_gemm(state, frag_ku, ConsumerB<Major::N, 2 * core_bytes, core_bytes>(stage, k_out_at, lane));
     gemm_commit();
-    if constexpr (use_wgmma) finish_output();
     v = transposed(next_v);
+    if constexpr (use_wgmma) finish_output();
     gemm_wait<0>();
 }
 
@@ -318,8 +324,9 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         // Where this lane's rows of the chunk begin, in v and out, and how many there are to the
         // last. A transfer has no v: no rows of it are left.
         const bool is_transfer = items.item().from == StateOf::Identity;
-        const u16* rows_v = v + (items.item().begin * num_heads + items.item().head) * head_dim +
-                            lane / 4 * (half_stride / 8) + first_row() + 4 * (lane % 4);
+        const i64 first = static_cast<i64>(items.item().begin) * num_heads + items.item().head;
+        const u16* rows_v =
+            v + first * head_dim + lane / 4 * (half_stride / 8) + first_row() + 4 * (lane % 4);
         int num_left = is_transfer ? -items.item().num_tokens : items.item().num_tokens - lane / 4;
         Rows rows = load_rows(rows_v, half_stride, num_left);
 
@@ -338,14 +345,18 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         const auto is_empty = [&] { return __shfl_sync(~0u, items.item().num_tokens, 0) == 0; };
         for (int i = is_empty() ? 0 : items.num_chunks; i > 0; --i, ++index) {
             wait_full(smem.full, index);
+            int num_written;
             const auto load_next = [&] {
+                // While KQ is under way: where it is wanted it was waited for, 3 % of T=8192, H=96
+                // with slow gates (H200).
+                num_written = ld_shared(shared_address(&items.item().num_written));
                 rows_v += 2 * half_stride;
                 num_left -= chunk;
                 return load_rows(rows_v, half_stride, num_left);
             };
             const auto store = [&](const float (&o)[2][4]) {
                 // The first chunks behind a cut only make the state; a joined item's go aside.
-                if (i > items.item().num_written) {
+                if (i > num_written) {
                     if (items.item().partials_end > 0) {
                         const i64 at = items.item().partials_end - i;
                         store_partial(work.partials + (at * head_dim + first_row()) * chunk, o);
@@ -365,9 +376,8 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
             arrive(smem.empty, index++);
         }
         if (items.item().to == StateOf::Transfer) {
-            store_transfer(
-                state, transfer_operands(work.transfers, items.item().to_matrix, first_row() / 16),
-                mov_tid_x() % 32);
+            store_transfer(state, work.transfers, items.item().to_matrix, first_row() / 16,
+                           mov_tid_x() % 32);
             continue;
         }
         const States to = states_of(items.item().to, final);

@@ -180,21 +180,32 @@ __device__ inline void solve(Shared& smem, u32 index, int num_live, float beta_l
     arrive(smem.full, index);
 }
 
+// What solvers begin with. By the first one, and before barriers are there: the number of the first
+// item takes as long to come.
+__device__ inline void prepare_solvers(Shared& smem, const Work& work) {
+    const int lane = threadIdx.x % 32;
+    if (work.segment) work.prefetch_begins();
+    smem.sequences[lane] = work.lane_sequence();
+    if (lane < num_solvers) {
+        u32 round = 0;
+        if (work.segment) round = lane == 0 ? atomicAdd(&work.counts->items, 1) : none_taken;
+        smem.scratch[lane].fetch = {0, lane, 0, 0, 0, round, {}};
+    }
+}
+
 // A solver's life: every num_solvers-th of the block's chunks.
 __device__ inline void run_solver(Shared& smem, const Work& work, const Inputs& inputs, float scale,
                                   float lower_bound) {
     const int solver = threadIdx.x / 32 - num_factor_warps, lane = threadIdx.x % 32;
-    if (solver == 0) smem.sequences[lane] = work.lane_sequence();
-    __syncwarp();
     const Fetcher fetcher = {smem, work, inputs};
-    if (lane == 0) smem.scratch[solver].fetch = {0, solver, 0, 0, 0, 0, {0, 0}};
     for (int slot = solver; slot < num_raw; slot += num_solvers) fetcher.fetch(slot);
 
     u32 index = solver;      // of its next chunk, among the block's
     int chunk_idx = solver;  // of the solver's next chunk, in the item
     for (Items items(smem); items.next(); chunk_idx -= items.num_chunks) {
         const int num_tokens = items.item().num_tokens;
-        const u16* beta = inputs.beta + items.item().begin * work.num_heads + items.item().head;
+        const u16* beta =
+            inputs.beta + static_cast<i64>(items.item().begin) * work.num_heads + items.item().head;
         const auto load_beta = [&](int of_chunk) {
             const int token = of_chunk * chunk + lane % chunk;
             return token < num_tokens ? beta[static_cast<i64>(token) * work.num_heads] : u16{0};
@@ -202,7 +213,7 @@ __device__ inline void run_solver(Shared& smem, const Work& work, const Inputs& 
         float beta_logit = bf16_low(load_beta(chunk_idx));
         for (; chunk_idx < items.num_chunks; chunk_idx += num_solvers) {
             const u16 next_logit = load_beta(chunk_idx + num_solvers);
-            // What goes to partials is scaled by join.cu.
+            // What goes to partials is scaled by outputs.cuh.
             const float item_scale = items.item().partials_end > 0 ? 1.0f : scale;
             solve(smem, index, tokens_in_chunk(num_tokens, chunk_idx), beta_logit, item_scale,
                   items.head_inputs(), lower_bound);

@@ -58,6 +58,7 @@ struct WarpB {
         constexpr bool in_a_row = n_stride == 2 * core_bytes && k_stride == core_bytes;
         at += in_a_row ? lane * 16 : lane / 16 * n_stride + lane / 8 % 2 * k_stride + lane % 8 * 16;
     }
+    __device__ WarpB(u32 base, u32 offset, int lane) : WarpB(base + offset, lane) {}
     __device__ void advance(int bytes) { at += bytes; }
 };
 
@@ -84,7 +85,10 @@ template <Major major, int n_stride, int k_stride>
 struct GroupB {
     u32 at;
 
-    __device__ GroupB(u32 tile, int) : at(tile >> 4 | static_cast<u32>(k_stride >> 4) << 16) {}
+    // base: a multiple of 16. Sums, where the offset and the stride are constants: two operands
+    // from one base are a sum apart then.
+    __device__ GroupB(u32 base, u32 offset, int)
+        : at((base >> 4) + (offset >> 4) + (static_cast<u32>(k_stride >> 4) << 16)) {}
     __device__ void advance(int bytes) { at += bytes >> 4; }
 };
 
@@ -95,6 +99,22 @@ __device__ inline void rs_gemm(float (&acc)[n_tiles][4], const u32 (&a)[4],
                                const GroupB<major, n_stride, k_stride>& b_tile) {
     constexpr u64 high = static_cast<u64>(n_stride >> 4) << 32;
     wgmma_m64k16_bf16<major == Major::N>(acc, a, high | b_tile.at);
+}
+
+// The same of d = a b, for two tiles of columns.
+template <Major major, int n_stride, int k_stride>
+__device__ inline void rs_gemm_first(float (&d)[2][4], const u32 (&a)[4],
+                                     const GroupB<major, n_stride, k_stride>& b_tile) {
+    constexpr u64 high = static_cast<u64>(n_stride >> 4) << 32;
+    wgmma_m64k16_bf16_first<major == Major::N>(d, a, high | b_tile.at);
+}
+
+// acc += a b with tf32, eight of k.
+template <int n_stride, int k_stride>
+__device__ inline void tf32_gemm(float (&acc)[4][4], const u32 (&a)[4],
+                                 const GroupB<Major::K, n_stride, k_stride>& b_tile) {
+    constexpr u64 high = static_cast<u64>(n_stride >> 4) << 32;
+    wgmma_m64k8_tf32(acc, a, high | b_tile.at);
 }
 
 // Which of the two the consumers use.

@@ -10,16 +10,15 @@ _BF16 = ("bfloat16",)
 _FP32 = ("float32",)
 _STATES = ("bfloat16", "float32")
 _BOUNDS = ("int32", "int64")
-# The kernels' parameters: pointers (P), floats, ints (i) and T (q), in their order.
-_PARAMETERS = struct.Struct("@PPPPP f PPP f Pi Pi Pii q i i I PP PPP")
-_CUTS_PARAMETERS = struct.Struct("@PP PP f Pii q i i I ii PPP")
-_JOIN_PARAMETERS = struct.Struct("@f PPi Pii q i i I II PP PPP P")
+# The kernels' parameters in their order: pointers (P), floats, ints (i) and unsigned ones (I).
+_PARAMETERS = struct.Struct("@PPPPP f PPP f Pi Pi Pii I i i I PP PPP P II")
+_CUTS_PARAMETERS = struct.Struct("@PPPP PP f Pii I i i I ii PPP")
 # The kernel's StateKind.
 _STATE_KINDS = {None: 0, "bfloat16": 1, "float32": 2}
 _BOUND_BYTES = {None: 0, "int32": 4, "int64": 8}
 _MAX_FLOAT32 = 3.4028234663852886e38
-# The kernel counts its work in 32 bits, and each state of a head is a piece of it.
-_MAX_STATES = 2**31 - 1
+# The kernels count rows, and the states of heads, in 32 bits.
+_MOST = 2**31 - 1
 _LOWEST_BOUND = -5.0
 
 
@@ -117,6 +116,9 @@ def _checked(
         raise ValueError(f"q: expected shape (B, T, H, {plan.HEAD_DIM}), got {tuple(q.shape)}")
     batch, num_tokens, num_heads, head_dim = shape = q.shape
     device = q.device
+    if batch * num_tokens > _MOST:
+        got = f"B = {batch}, T = {num_tokens}"
+        raise ValueError(f"q: expected B · T of at most {_MOST}, got {got}")
     _check_num_states("q", batch, num_heads)
 
     view, check = arrays.view, arrays.check
@@ -132,6 +134,9 @@ def _checked(
     scale = 1 / math.sqrt(head_dim) if scale is None else arrays.real("scale", scale)
     if not abs(scale) <= _MAX_FLOAT32:
         raise ValueError(f"scale: expected a finite number in float32's range, got {scale}")
+    if out is None and q.library == "dlpack":
+        # What another library makes is looked at like what the caller gives.
+        out = arrays.empty_like(q, stream)
     result = out
     if out is not None:
         out = view("out", out, stream)
@@ -188,9 +193,9 @@ def _checked(
 
 
 def _check_num_states(name: str, num_sequences: int, num_heads: int) -> None:
-    if num_sequences * num_heads > _MAX_STATES:
+    if num_sequences * num_heads > _MOST:
         got = f"N = {num_sequences}, H = {num_heads}"
-        raise ValueError(f"{name}: expected N · H of at most {_MAX_STATES}, got {got}")
+        raise ValueError(f"{name}: expected N · H of at most {_MOST}, got {got}")
 
 
 def _may_overlap(
@@ -298,7 +303,6 @@ def _launch(call: _Call, stream) -> None:
             found = begin + at.begins, begin + at.counts
             joined = begin + at.locals, begin + at.transfers, begin + at.partials
             ready = begin + at.ready if segments.join_every else 0
-            final = final_pointer, _STATE_KINDS[_dtype(call.final_state)]
 
             def run(variant, grid, layout, *parameters):
                 shared_bytes = variant.shared_bytes
@@ -311,8 +315,10 @@ def _launch(call: _Call, stream) -> None:
                     plan.CUTS,
                     launch.cuts_grid,
                     _CUTS_PARAMETERS,
-                    call.g.pointer,
+                    call.q.pointer,
                     call.k.pointer,
+                    call.v.pointer,
+                    call.g.pointer,
                     _pointer(call.A_log),
                     _pointer(call.dt_bias),
                     call.lower_bound,
@@ -338,25 +344,14 @@ def _launch(call: _Call, stream) -> None:
                 call.lower_bound,
                 initial_pointer,
                 _STATE_KINDS[_dtype(call.initial_state)],
-                *final,
+                final_pointer,
+                _STATE_KINDS[_dtype(call.final_state)],
                 *sequences,
                 *found,
                 *joined,
+                ready,
+                *launch.runs,
             )
-            if segments.join_every:
-                run(
-                    plan.JOIN,
-                    launch.join_grid,
-                    _JOIN_PARAMETERS,
-                    call.scale,
-                    call.out.pointer,
-                    *final,
-                    *sequences,
-                    *launch.runs,
-                    *found,
-                    *joined,
-                    ready,
-                )
 
 
 def _pointer(array: arrays.Array | None) -> int:

@@ -19,11 +19,11 @@ ROW_ALIGNMENT = 16
 # sequences.
 _STAGE_BYTES = 18_176
 _RAW_BYTES = 12_288
-_SCRATCH_BYTES = 1_312
-_ITEM_BYTES = 64
+_SCRATCH_BYTES = 1_328
+_ITEM_BYTES = 44
 _HEAD_INPUTS_BYTES = 528
 _BARRIER_BYTES = 8
-_SEQUENCES_BYTES = 32 * 24
+_SEQUENCES_BYTES = 32 * 16
 _ALIGNMENT = 256
 
 _MOST_SOLVERS = 4
@@ -59,16 +59,15 @@ _TOKEN_CYCLES = {
 # ... and that pass before a block's first item, and for each item, whatever its length.
 _START_CYCLES = 8_600
 _ITEM_CYCLES = 6_600
-# ... for CUTS, for JOIN with nothing to do, with something, and for a step of its chain.
+# ... for CUTS, for joins where there is something to join, and for a step of a chain.
 _CUTS_CYCLES = 10_500
-_IDLE_JOIN_CYCLES = 5_000
-_JOIN_CYCLES = 22_700
-_CHAIN_CYCLES = 4_000
-# ... for a joined item; of its token beside another's; and tokens whose outputs JOIN adds up in a
+_JOIN_CYCLES = 11_900
+_CHAIN_CYCLES = 2_280
+# ... for a joined item; of its token beside another's; and tokens whose outputs are added up in a
 # cycle.
-_JOINED_ITEM_CYCLES = 16_300
-_JOINED_COST = 1.062
-_OUTPUTS_PER_CYCLE = 1.77
+_JOINED_ITEM_CYCLES = 5_500
+_JOINED_COST = 1.06
+_OUTPUTS_PER_CYCLE = 2.05
 # A segment begins with the tokens before it that make its state: 32 or 48 where the gate is fast.
 _WARM_UP = 40
 # Segments are made of pairs of chunks, so that few lengths are thought of; and at least so long.
@@ -134,6 +133,11 @@ class Variant:
         return 32 * (self._warps.num_factor_warps + self._num_solvers + self.v_rows // 16)
 
     @property
+    def num_groups(self) -> int:
+        """Of the warps that join segments."""
+        return self.num_threads // _GROUP_THREADS
+
+    @property
     def token_cycles(self) -> int:
         return _TOKEN_CYCLES[self.wgmma, self.v_rows]
 
@@ -181,7 +185,7 @@ class Variant:
 
 
 class Helper(NamedTuple):
-    """A small kernel beside the main one, on a grid that `Plan` has."""
+    """A small kernel before the main one, on a grid that `Plan` has."""
 
     source: str
     entry: str
@@ -191,13 +195,13 @@ class Helper(NamedTuple):
     defines: tuple[tuple[str, int], ...] = Variant(128, 4).defines
 
 
-# Finds where sequences may be cut; and joins segments where they are not, by parts of a state.
+# Finds where sequences may be cut.
 CUTS = Helper("cuts.cu", "kda_cuts", 128, 32_784)
-JOIN = Helper("join.cu", "kda_join", 256, 51_472)
+# Joins are by parts of a state, by groups of so many threads of a block, and by tiles of so many
+# tokens, where products are wgmma or not.
 _NUM_CHAIN_PARTS = 8
-# Blocks that a multiprocessor holds, and tokens of a tile of outputs.
-_JOIN_BLOCKS = 2
-_TILE_TOKENS = 96
+_GROUP_THREADS = 256
+_TILE_TOKENS = {True: 128, False: 96}
 
 
 class Shape(NamedTuple):
@@ -222,8 +226,8 @@ class Segments(NamedTuple):
 
 class Layout(NamedTuple):
     """Where the parts of a call's own memory begin, in bytes. locals, transfers: a state each for
-    every slot and head; partials: O_local and Q_M; counts: three; ready: one for every slot and
-    head; begins: a byte for each; end: all bytes.
+    every slot and head; partials: O_local and Q_M; counts: four; ready: one for every slot and
+    head; begins: a byte for each, read four at a time; end: all bytes.
     """
 
     locals: int
@@ -236,8 +240,8 @@ class Layout(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Of JOIN's tiles of outputs. num_tiles: of a run, which one block does; per_item: runs that
-    make the outputs of a joined item.
+    """Of the tiles of joined segments' outputs. num_tiles: of a run, which one group of warps does;
+    per_item: runs that make the outputs of a joined item.
     """
 
     num_tiles: int = 0
@@ -246,9 +250,9 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A call's launches. grid: blocks of the variant; cuts_grid, join_grid: of CUTS and JOIN, none
-    where there is nothing to cut, or to join. num_slots: places for segments, enough for sequences
-    of any length; runs: of JOIN's tiles; layout: of the memory that the three share.
+    """A call's launches. grid: blocks of the variant; cuts_grid: of CUTS, none where there is
+    nothing to cut. num_slots: places for segments, enough for sequences of any length; runs: of
+    tiles of joined segments; layout: of the memory that both share.
     """
 
     variant: Variant
@@ -256,7 +260,6 @@ class Plan:
     segments: Segments
     num_slots: int
     cuts_grid: int
-    join_grid: int
     runs: Runs
     layout: Layout
 
@@ -321,14 +324,16 @@ def launch(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> Plan
         segments = Segments()
     num_slots = _num_slots(segments, shape)
     num_states = num_slots * shape.num_heads
-    num_outputs, runs = _outputs(segments, shape, gpu) if segments.join_every else (0, Runs())
+    num_blocks, runs = _num_items(variant, segments, shape), Runs()
+    if segments.join_every:
+        num_groups, runs = _groups(variant, segments, shape, gpu)
+        num_blocks = max(num_blocks, math.ceil(num_groups / variant.num_groups))
     return Plan(
         variant=variant,
-        grid=min(_num_items(variant, segments, shape), gpu.num_sms),
+        grid=min(num_blocks, gpu.num_sms),
         segments=segments,
         num_slots=num_slots,
         cuts_grid=num_states if segments.length else 0,
-        join_grid=_num_chains(shape) + num_outputs if segments.join_every else 0,
         runs=runs,
         layout=_layout(segments, shape),
     )
@@ -338,21 +343,20 @@ def _num_chains(shape: Shape) -> int:
     return shape.num_sequences * shape.num_heads * _NUM_CHAIN_PARTS
 
 
-def _outputs(segments: Segments, shape: Shape, gpu: Gpu) -> tuple[int, Runs]:
-    """Blocks of JOIN that add up outputs, and how they share the tiles. One for each tile, but no
-    more than the GPU holds beside the chains, if none then has more than two tiles: those have
-    fetched the first when its state is ready. Else all that it holds, some of which begin as chains
-    end, with two runs each if there are enough.
+def _groups(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> tuple[int, Runs]:
+    """How many groups of warps have something to join, and how outputs share the tiles. One run for
+    each tile, if no group beside the chains then has more than two: those have fetched the first
+    when its state is ready. Else two for each group, if there are enough.
     """
     num_items = math.ceil(_num_slots(segments, shape) * shape.num_heads / segments.join_every)
-    item_tiles = math.ceil(segments.join_every * segments.length / _TILE_TOKENS)
+    item_tiles = math.ceil(segments.join_every * segments.length / _TILE_TOKENS[variant.wgmma])
     num_tiles = num_items * item_tiles
-    num_blocks = _JOIN_BLOCKS * gpu.num_sms
-    num_beside = num_blocks - _num_chains(shape)
-    if num_tiles <= 2 * num_beside:
-        num_blocks = min(num_tiles, num_beside)
-    run_tiles = min(max(1, num_tiles // (2 * max(1, num_blocks))), item_tiles)
-    return num_blocks, Runs(run_tiles, math.ceil(item_tiles / run_tiles))
+    num_groups = variant.num_groups * gpu.num_sms
+    num_beside = num_groups - _num_chains(shape)
+    run_tiles = 1
+    if num_tiles > 2 * num_beside:
+        run_tiles = min(max(1, num_tiles // (2 * num_groups)), item_tiles)
+    return _num_chains(shape) + num_tiles, Runs(run_tiles, math.ceil(item_tiles / run_tiles))
 
 
 def _segments(variant: Variant, shape: Shape, gpu: Gpu) -> Iterator[Segments]:
@@ -446,8 +450,9 @@ def _cycles_of(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> 
     slow = _START_CYCLES + math.ceil(busy / run) * _JOINED_ITEM_CYCLES
     slow += busy * variant.token_cycles * _JOINED_COST
     num_outputs = shape.num_sequences * shape.num_heads * (total - first_joined * length)
-    join = num_joined * _CHAIN_CYCLES + num_outputs / _OUTPUTS_PER_CYCLE
-    return fast + _IDLE_JOIN_CYCLES, _CUTS_CYCLES + slow + join + _JOIN_CYCLES
+    chains_at_once = max(1, _num_chains(shape) / gpu.num_sms)
+    join = num_joined * _CHAIN_CYCLES * chains_at_once + num_outputs / _OUTPUTS_PER_CYCLE
+    return fast, _CUTS_CYCLES + slow + join + _JOIN_CYCLES
 
 
 def _cycles(variant: Variant, num_rounds: float, length: float) -> float:

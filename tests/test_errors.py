@@ -217,6 +217,18 @@ def test_more_states_than_a_grid_has_blocks(library, name):
     assert str(caught.value) == f"{name}: expected N · H of at most 2147483647, got {got}"
 
 
+@pytest.mark.parametrize(("batch", "num_tokens"), [(2**16, 2**15), (1, 2**31), (2**31, 1)])
+def test_more_rows_than_the_kernels_count(library, batch, num_tokens):
+    """Without heads, so that no memory is needed."""
+    shape = (batch, num_tokens, 0, D)
+    call = {name: library.full(shape, "bfloat16") for name in ("q", "k", "v", "g")}
+    call["beta"] = library.full(shape[:3], "bfloat16")
+    with pytest.raises(ValueError) as caught:
+        cukda.fwd(**call)
+    got = f"B = {batch}, T = {num_tokens}"
+    assert str(caught.value) == f"q: expected B · T of at most 2147483647, got {got}"
+
+
 @pytest.mark.parametrize("name", ["initial_state", "final_state"])
 def test_number_of_states_follows_cu_seqlens(library, name):
     call = arguments(library, packed=True)

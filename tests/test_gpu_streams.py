@@ -458,7 +458,7 @@ def capture_first(library):
     static, (out, final_state) = library.case(case), library.nans(case)
     variant = hardware.whole_head_variant()
     hardware.force(setattr, variant, SEGMENT, 1, 1)
-    for kernel in variant, plan.CUTS, plan.JOIN:
+    for kernel in variant, plan.CUTS:
         jit.kernel(kernel.source, kernel.entry, kernel.defines, kernel.shared_bytes)
     library.wait()
     graph = Graph(library)

@@ -21,13 +21,11 @@ SHARED_BYTES = {
 }
 # Of a multiprocessor; a block may have no more.
 REGISTERS = 65536
-# What each block takes beside its own: as much as a multiprocessor has more than a block may have.
-RESERVED_SHARED_BYTES = 1024
 # A warp's registers come in pieces of 256, so a thread's in pieces of 8.
 REGISTER_UNIT = 8
 MAX_SECONDS = 10
 
-HELPERS = (plan.CUTS, plan.JOIN)
+HELPERS = (plan.CUTS,)
 VARIANTS = (*plan.variants(), *HELPERS, *sigmoid_ext.VARIANTS)
 # wgmma is an instruction of Hopper's alone.
 COMPILED = [
@@ -69,7 +67,7 @@ def check_registers(allocated: int, variant) -> None:
     defines = dict(variant.defines)
     num_threads = variant.num_threads if variant in HELPERS else defines["NUM_THREADS"]
     assert allocated * num_threads <= REGISTERS
-    if defines.get("WGMMA"):
+    if defines.get("WGMMA") and variant not in HELPERS:
         num_consumers = defines["V_ROWS"] // 16
         num_producers = num_threads // 32 - num_consumers
         fewer, more = defines["PRODUCER_REGISTERS"], defines["CONSUMER_REGISTERS"]
@@ -98,18 +96,6 @@ def test_no_spills_and_fits(variant, arch):
     # As of wgmma instructions that wait for each other.
     assert not re.findall(r".*(?:Performance Loss|wgmma.*serialized).*", compiled.log)
     assert seconds < MAX_SECONDS
-
-
-@pytest.mark.parametrize("arch", SHARED_BYTES)
-def test_blocks_of_a_join_are_as_many_as_are_launched(arch):
-    """On each multiprocessor, where its shared memory has room for them."""
-    num_blocks = plan._JOIN_BLOCKS
-    found = jit.compile(plan.JOIN.source, plan.JOIN.defines, arch).resources[plan.JOIN.entry]
-    block_bytes = found.shared_bytes + plan.JOIN.shared_bytes + RESERVED_SHARED_BYTES
-    has_room = num_blocks * block_bytes <= SHARED_BYTES[arch] + RESERVED_SHARED_BYTES
-    assert has_room == (SHARED_BYTES[arch] > 99 * 1024)
-    allocated = -(-found.registers // REGISTER_UNIT) * REGISTER_UNIT
-    assert num_blocks * allocated * plan.JOIN.num_threads <= REGISTERS
 
 
 def test_the_log_says_when_wgmma_is_serialized():

@@ -100,14 +100,8 @@ SMALLEST = plan.variants()[-1]
         pytest.param(LARGEST, kda._PARAMETERS, "sm_80", id="kda-sm_80"),
         pytest.param(SMALLEST, kda._PARAMETERS, "sm_90a", id="kda, smallest-sm_90a"),
         pytest.param(SMALLEST, kda._PARAMETERS, "sm_80", id="kda, smallest-sm_80"),
-        *(
-            pytest.param(helper, layout, arch, id=f"{helper.entry}-{arch}")
-            for helper, layout in (
-                (plan.CUTS, kda._CUTS_PARAMETERS),
-                (plan.JOIN, kda._JOIN_PARAMETERS),
-            )
-            for arch in ("sm_90a", "sm_80")
-        ),
+        pytest.param(plan.CUTS, kda._CUTS_PARAMETERS, "sm_90a", id="cuts-sm_90a"),
+        pytest.param(plan.CUTS, kda._CUTS_PARAMETERS, "sm_80", id="cuts-sm_80"),
         *(
             pytest.param(
                 sigmoid_ext.VARIANTS[0], sigmoid_ext._PARAMETERS, arch, id=f"sigmoid-{arch}"
@@ -122,7 +116,7 @@ def test_layout_is_that_of_the_binary(variant, layout, arch):
     assert layout.size == sum(parameters_in(layout)[-1])
 
 
-@pytest.mark.parametrize("kernel", [WGMMA, SMALLEST, plan.CUTS, plan.JOIN], ids=str)
+@pytest.mark.parametrize("kernel", [WGMMA, SMALLEST, plan.CUTS], ids=str)
 def test_blocks_are_as_large_as_the_binary_is_for(kernel):
     compiled = jit.compile(kernel.source, kernel.defines, "sm_90a")
     assert most_threads_of(compiled.cubin, kernel.entry) == kernel.num_threads
@@ -185,7 +179,6 @@ def test_segments_are_whole_chunks():
 LAYOUTS = {
     "kda_fwd": ("kda_fwd.cu", kda._PARAMETERS),
     "kda_cuts": ("cuts.cu", kda._CUTS_PARAMETERS),
-    "kda_join": ("join.cu", kda._JOIN_PARAMETERS),
 }
 STATE_BYTES = 4 * D * D
 FIRST_POOL = 0x900_1
@@ -354,10 +347,11 @@ def test_fwd_packs_what_the_kernel_reads(fake, initial_state, final_state, cu_se
     expected = plan.plan(plan.Shape(num_sequences, T, H, cu_seqlens is not None), H200)
     kinds = enum("StateKind")
     kind_of = {None: kinds["None"], "bfloat16": kinds["BF16"], "float32": kinds["FP32"]}
-    nowhere = dict.fromkeys(("begins", "counts", "locals", "transfers", "partials"), 0)
+    nothing = ("begins", "counts", "locals", "transfers", "partials", "ready")
+    nothing += ("run_tiles", "item_runs")
     want = (
         {name: 0 if call[name] is None else ARRAYS[name][0] for name in ARRAYS}
-        | nowhere
+        | dict.fromkeys(nothing, 0)
         | {
             "scale": 0.25,
             "lower_bound": -2.5,
@@ -387,7 +381,7 @@ def planned(num_sequences, num_tokens, cu_seqlens) -> plan.Plan:
 ORDER = {
     (False, False): ["kda_fwd"],
     (True, False): ["kda_cuts", "kda_fwd"],
-    (True, True): ["kda_cuts", "kda_fwd", "kda_join"],
+    (True, True): ["kda_cuts", "kda_fwd"],
 }
 
 
@@ -408,7 +402,6 @@ def test_fwd_launches_what_is_planned(fake, num_tokens, cu_seqlens):
     kernels = {
         "kda_cuts": (expected.cuts_grid, plan.CUTS),
         "kda_fwd": (expected.grid, expected.variant),
-        "kda_join": (expected.join_grid, plan.JOIN),
     }
     want = {
         "num_sequences": num_sequences,
@@ -495,7 +488,8 @@ def test_launches_of_a_call_belong_together(fake, segments, cu_seqlens, final_st
         "segment": length,
         "num_slots": expected.num_slots,
     }
-    gates = {n: ARRAYS[n][0] for n in ("g", "k", "A_log", "dt_bias")} | {"lower_bound": -2.5}
+    rows = {n: ARRAYS[n][0] for n in ("q", "k", "v", "g", "A_log", "dt_bias")}
+    rows |= {"lower_bound": -2.5}
     # Where the caller's states are.
     initial, final = (ARRAYS[name][0] for name in ("initial_state", "final_state"))
     if final_state != "apart":
@@ -506,19 +500,20 @@ def test_launches_of_a_call_belong_together(fake, segments, cu_seqlens, final_st
         initial = to
     kind = enum("StateKind")[{"bfloat16": "BF16", "float32": "FP32"}[dtype]]
     final = {"final_state": final, "final_kind": kind}
-    ready = of_entry["kda_join"]["ready"] if join_every else 0
+    ready = scan["ready"]
+    assert (ready != 0) == (join_every > 0)
     written = {"scale": 0.25, "out": ARRAYS["out"][0]} | final
     joins = {"join_every": join_every, "first_joined": first_joined}
     runs = {"run_tiles": expected.runs.num_tiles, "item_runs": expected.runs.per_item}
     want = {
-        "kda_cuts": gates | shared | joins | {"ready": ready},
-        "kda_fwd": {n: ARRAYS[n][0] for n in ("q", "v", "beta")}
-        | gates
+        "kda_cuts": rows | shared | joins | {"ready": ready},
+        "kda_fwd": {"beta": ARRAYS["beta"][0]}
+        | rows
         | shared
         | joined
         | written
-        | {"initial_state": initial, "initial_kind": kind},
-        "kda_join": shared | joined | written | runs | {"ready": ready},
+        | {"initial_state": initial, "initial_kind": kind, "ready": ready}
+        | runs,
     }
     assert of_entry == {entry: want[entry] for entry in order(segments)}
 
@@ -528,7 +523,7 @@ def test_launches_of_a_call_belong_together(fake, segments, cu_seqlens, final_st
     num_states = expected.num_slots * H
     places = {
         "counts": (found["counts"], counts_bytes()),
-        "begins": (found["begins"], num_states),
+        "begins": (found["begins"], -(-num_states // 4) * 4),
     }
     if join_every:
         places |= {
@@ -542,7 +537,7 @@ def test_launches_of_a_call_belong_together(fake, segments, cu_seqlens, final_st
     (memory,) = fake.memory
     for name, (pointer, _) in places.items():
         # Loads are of up to 16 bytes.
-        assert pointer % {"counts": 4, "ready": 4, "begins": 1}.get(name, 16) == 0, name
+        assert pointer % {"counts": 4, "ready": 4, "begins": 4}.get(name, 16) == 0, name
     in_order = sorted(places.values())
     assert memory.pointer <= in_order[0][0]
     for (pointer, num_bytes), (following, _) in itertools.pairwise(in_order):

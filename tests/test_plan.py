@@ -129,7 +129,7 @@ SHAPES = [
 def test_every_launch_is_one_that_the_gpu_can_run(gpu):
     for shape in SHAPES:
         launch = plan.plan(shape, gpu)
-        assert launch.grid == min(num_items(launch, shape), gpu.num_sms), shape
+        check_grids(launch, shape, gpu)
         assert launch.variant.shared_bytes <= gpu.max_shared_bytes
         assert launch.variant.num_stages == (DEEP if gpu.max_shared_bytes > 99 * KB else SHALLOW)
         assert launch.variant.wgmma == gpu.has_wgmma, shape
@@ -149,29 +149,33 @@ def check_segments(segments, shape):
         assert join_every > 0 and 0 < first_joined * length < shape.num_tokens, shape
 
 
-def check_helpers(launch, shape, gpu):
-    """A block of CUTS for each slot and head; of JOIN for each chain, of 16 rows of a state, and
-    for outputs as many as run at once, or, where two tiles of 96 tokens each suffice, as many as
-    run beside the chains, but no more than one for each tile; in runs of tiles. None where there is
-    nothing to cut, or to join.
+def check_grids(launch, shape, gpu):
+    """A block of CUTS for each slot and head, and of the variant for each item; or more, so that
+    each chain, of 16 rows of a state, and each tile, of 128 tokens with wgmma and of 96 else, has a
+    group of eight warps; but no more than run at once. Tiles in runs: none where there is nothing
+    to join.
     """
     segments = launch.segments
     assert launch.cuts_grid == (launch.num_slots * shape.num_heads if segments.length else 0)
-    num_chains = 128 // 16 * shape.num_sequences * shape.num_heads
     if not segments.join_every:
-        assert launch.join_grid == 0 and launch.runs == (0, 0)
+        assert launch.grid == min(num_items(launch, shape), gpu.num_sms), shape
+        assert launch.runs == (0, 0)
         return
-    at_once = 2 * gpu.num_sms
+    num_chains = 128 // 16 * shape.num_sequences * shape.num_heads
     num_joined = -(-launch.num_slots * shape.num_heads // segments.join_every)
-    item_tiles = -(-segments.join_every * segments.length // 96)
+    tile_tokens = 128 if launch.variant.wgmma else 96
+    item_tiles = -(-segments.join_every * segments.length // tile_tokens)
     num_tiles = num_joined * item_tiles
-    few = num_tiles <= 2 * (at_once - num_chains)
-    most = min(at_once, num_chains + num_tiles) if few else num_chains + at_once
-    assert launch.join_grid == most
-    # Runs of one length that cover an item: no more than two for each block, or of one tile.
+    block_groups = launch.variant.num_threads // 256
+    num_blocks = max(num_items(launch, shape), -(-(num_chains + num_tiles) // block_groups))
+    assert launch.grid == min(num_blocks, gpu.num_sms), shape
+    # Runs of one length that cover an item: of one tile where the groups beside the chains then
+    # have no more than two, and else no fewer than two for each group.
     run_tiles, item_runs = launch.runs
     assert (item_runs - 1) * run_tiles < item_tiles <= item_runs * run_tiles
-    assert run_tiles == 1 or run_tiles * 2 * (launch.join_grid - num_chains) <= num_tiles
+    num_groups = block_groups * gpu.num_sms
+    assert run_tiles == 1 or num_tiles > 2 * (num_groups - num_chains)
+    assert run_tiles == 1 or run_tiles * 2 * num_groups <= num_tiles
 
 
 def check_workspace(launch, shape):
@@ -185,14 +189,14 @@ def check_workspace(launch, shape):
         "partials": 2 * 4 * 128 * segments.length * num_joined,
         "counts": 3 * 4 if num_states else 0,
         "ready": 4 * num_joined,
-        "begins": num_states,
+        "begins": -(-num_states // 4) * 4,  # read four at a time
     }
     assert at._fields == (*wanted, "end") and at.locals == 0
     for (name, num_bytes), (begin, end) in zip(wanted.items(), itertools.pairwise(at), strict=True):
         assert num_bytes <= end - begin <= num_bytes + 16, (name, shape)
         if num_bytes == 0:
             assert begin == end, (name, shape)
-        alignment = {"counts": 4, "ready": 4, "begins": 1}.get(name, 16)
+        alignment = {"counts": 4, "ready": 4, "begins": 4}.get(name, 16)
         assert begin % alignment == 0, (name, shape)
     assert at.end % 16 == 0, f"states are copied there: {shape}"
 
@@ -214,7 +218,7 @@ def num_bytes_beside(launch, shape):
 def test_helpers_and_workspace_are_what_segments_need(gpu):
     for shape in SHAPES:
         launch = plan.plan(shape, gpu)
-        check_helpers(launch, shape, gpu)
+        check_grids(launch, shape, gpu)
         check_workspace(launch, shape)
 
 
@@ -238,8 +242,7 @@ def test_what_is_asked_for_is_launched(num_tokens, packed):
             launch = plan.launch(each, segments, shape, H200)
             assert launch.variant == each
             assert launch.segments == (segments if length < num_tokens else WHOLE)
-            assert launch.grid == min(num_items(launch, shape), H200.num_sms)
-            check_helpers(launch, shape, H200)
+            check_grids(launch, shape, H200)
             check_workspace(launch, shape)
 
 
@@ -258,7 +261,7 @@ def test_how_segments_are_joined_changes_no_slot(packed):
 def test_nothing_to_do_is_no_block(num_sequences, num_heads, gpu):
     for num_tokens, packed in itertools.product((0, 8192), (False, True)):
         launch = plan.plan(plan.Shape(num_sequences, num_tokens, num_heads, packed), gpu)
-        assert (launch.grid, launch.cuts_grid, launch.join_grid) == (0, 0, 0)
+        assert (launch.grid, launch.cuts_grid) == (0, 0)
         assert not any(launch.layout)
 
 
@@ -347,11 +350,11 @@ def test_any_plan_can_be_launched(shape, gpu):
     assert num_bytes_beside(launch, shape) <= most_bytes(shape, gpu)
     assert launch.grid == min(num_items(launch, shape), gpu.num_sms)
     check_segments(launch.segments, shape)
-    check_helpers(launch, shape, gpu)
+    check_grids(launch, shape, gpu)
     check_workspace(launch, shape)
     if launch.segments.length:
         assert num_items(launch, shape) < 2**31
-        assert max(launch.cuts_grid, launch.join_grid) < 2**31
+        assert launch.cuts_grid < 2**31
 
 
 @every_gpu
@@ -454,7 +457,7 @@ def slots(bounds, segment):
     if segment == 0:
         return [(n, n + 1) for n in range(len(bounds) - 1)]
     counts = [max(1, len(range(*ends, segment))) for ends in itertools.pairwise(bounds)]
-    if len(counts) <= 32:
+    if len(counts) < 32:
         firsts = itertools.accumulate(counts, initial=0)
     else:
         firsts = (begin // segment + sequence for sequence, begin in enumerate(bounds))
@@ -480,7 +483,7 @@ def check_slots(lengths, segment, before=0, behind=0):
     check_slots_of(launch, bounds)
 
 
-@pytest.mark.parametrize("most_sequences", [32, 80])
+@pytest.mark.parametrize("most_sequences", [31, 80])
 @pytest.mark.parametrize("segment", [64, 96, 4000])
 def test_packed_segments_have_slots_of_their_own(segment, most_sequences):
     rng = np.random.default_rng(segment)
@@ -494,7 +497,7 @@ def test_packed_segments_have_slots_of_their_own(segment, most_sequences):
         check_slots(lengths, segment, *around)
 
 
-@pytest.mark.parametrize("num_sequences", [1, 2, 32, 33, 80])
+@pytest.mark.parametrize("num_sequences", [1, 2, 31, 32, 33, 80])
 @pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65, 95, 96, 97, 127, 128, 129])
 @pytest.mark.parametrize("segment", [64, 96, 128])
 def test_empty_sequences_have_slots(segment, num_tokens, num_sequences):
@@ -580,7 +583,7 @@ def test_a_segment_of_the_rounded_count_that_is_all_of_the_true_one_is_none(
             assert (launch.segments, launch.num_slots) == (WHOLE, 40)
         else:
             assert launch.segments == segments
-        check_helpers(launch, shape, H200)
+        check_grids(launch, shape, H200)
         check_workspace(launch, shape)
 
 
@@ -597,8 +600,7 @@ def test_the_kernel_counts_in_32_bits(gpu):
                 shape = plan.Shape(num_sequences, num_tokens, num_heads, packed)
                 launch = plan.plan(shape, gpu)
                 assert num_items(launch, shape) + launch.grid <= 2**32, shape
-                sizes = launch.segments.length, launch.cuts_grid, launch.join_grid
-                assert max(sizes) < 2**31, shape
+                assert max(launch.segments.length, launch.cuts_grid) < 2**31, shape
 
 
 def test_variants_state_all_that_is_compiled():
