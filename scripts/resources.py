@@ -30,9 +30,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     for variant in (*plan.variants(), plan.CUTS, *sigmoid_ext.VARIANTS):
-        needs_hopper = dict(variant.defines).get("WGMMA")
-        # What else a helper is compiled with says nothing of it.
+        # What a helper is compiled with says nothing of it.
         defines = {} if isinstance(variant, plan.Helper) else dict(variant.defines)
+        needs_hopper = defines.get("WGMMA")
         for arch in architectures:
             if needs_hopper and arch != "sm_90a":
                 continue

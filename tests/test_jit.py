@@ -241,7 +241,7 @@ def test_a_home_that_is_not_known_is_no_folder(tmp_path):
 
 
 def test_no_folder_at_all(tmp_path):
-    """Then CuPy says what it needs, and the report that there is none."""
+    """Then CuPy says what it cannot make, and the report that there is none."""
     (tmp_path / "file").touch()
     nowhere = str(tmp_path / "file" / "folder")
     code = (
@@ -253,7 +253,9 @@ def test_no_folder_at_all(tmp_path):
         "try:\n"
         "    jit.import_cupy()\n"
         "except ImportError as error:\n"
-        "    assert 'no place' not in str(error)\n"
+        f"    assert {nowhere!r} in str(error)\n"
+        "else:\n"
+        "    raise AssertionError('CuPy imports')\n"
         "assert __main__.installed()['cache'] is None\n"
     )
     run_python(code, CUPY_CACHE_DIR=nowhere)

@@ -67,7 +67,7 @@ def check_registers(allocated: int, variant) -> None:
     defines = dict(variant.defines)
     num_threads = variant.num_threads if variant in HELPERS else defines["NUM_THREADS"]
     assert allocated * num_threads <= REGISTERS
-    if defines.get("WGMMA") and variant not in HELPERS:
+    if defines.get("WGMMA"):
         num_consumers = defines["V_ROWS"] // 16
         num_producers = num_threads // 32 - num_consumers
         fewer, more = defines["PRODUCER_REGISTERS"], defines["CONSUMER_REGISTERS"]

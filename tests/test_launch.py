@@ -377,16 +377,12 @@ def planned(num_sequences, num_tokens, cu_seqlens) -> plan.Plan:
     return plan.plan(plan.Shape(num_sequences, num_tokens, H, cu_seqlens is not None), H200)
 
 
-# What is launched, by whether anything is cut and whether segments are joined.
-ORDER = {
-    (False, False): ["kda_fwd"],
-    (True, False): ["kda_cuts", "kda_fwd"],
-    (True, True): ["kda_cuts", "kda_fwd"],
-}
+# What is launched where there are segments, joined or not.
+SPLIT = ["kda_cuts", "kda_fwd"]
 
 
 def order(segments: plan.Segments) -> list[str]:
-    return ORDER[segments.length > 0, segments.join_every > 0]
+    return SPLIT if segments.length else ["kda_fwd"]
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, "int32"])
@@ -427,7 +423,7 @@ def test_there_are_plans_of_all_kinds(fake):
         for cu_seqlens, num_sequences in (None, 1), ("int32", N), ("int32", 8):
             segments = planned(num_sequences, num_tokens, cu_seqlens).segments
             found.add((segments.length > 0, segments.join_every > 0))
-    assert found == set(ORDER)
+    assert found == {(False, False), (True, False), (True, True)}
 
 
 def with_states(call, num_sequences, final_state, dtype="float32"):
@@ -582,7 +578,7 @@ def test_a_state_alone_is_not_in_place(fake, segments, cu_seqlens, given):
 
 
 @pytest.mark.parametrize("final_state", ["apart", "the same array"])
-@pytest.mark.parametrize("failing", range(len(ORDER[True, True]) + 2))
+@pytest.mark.parametrize("failing", range(len(SPLIT) + 2))
 def test_memory_is_freed_when_a_launch_fails(fake, monkeypatch, failing, final_state):
     """On the stream that has what was launched before; and the device is what it was."""
     hardware.force(monkeypatch.setattr, LARGEST, 64, 1, 1)
@@ -602,7 +598,7 @@ def test_memory_is_freed_when_a_launch_fails(fake, monkeypatch, failing, final_s
     fake.cuda.driver.launchKernel = fail_at(real_launch)
     fake.cuda.runtime.memcpyAsync = fail_at(real_copy)
     call = with_states(arguments(1000), N, final_state)
-    num_steps = len(ORDER[True, True]) + (final_state != "apart")
+    num_steps = len(SPLIT) + (final_state != "apart")
     if failing >= num_steps:
         cukda.fwd(**call)
     else:
@@ -632,7 +628,7 @@ def test_no_memory_is_an_error_that_names_it(fake, monkeypatch, is_capturing):
     assert fake.work == []
     fake.out_of_memory = False
     cukda.fwd(**arguments(1000))
-    assert [each.entry for each in fake.work] == ORDER[True, True]
+    assert [each.entry for each in fake.work] == SPLIT
 
 
 @pytest.mark.parametrize("is_capturing", [False, True])
@@ -665,14 +661,14 @@ def test_a_device_has_one_pool_that_keeps_what_it_has_had(fake, monkeypatch):
     keep = fake.cuda.runtime.cudaMemPoolAttrReleaseThreshold, 2**30
     assert fake.settings == [(first, *keep), (second, *keep)]
     assert [memory.pool for memory in fake.memory] == [first, first, first, second]
-    num_steps = len(ORDER[True, True])
+    num_steps = len(SPLIT)
     assert [memory.freed for memory in fake.memory] == [1 + i * num_steps for i in range(1, 5)]
 
 
 def test_a_capture_before_there_is_a_pool_makes_none(fake, monkeypatch):
     """The graph's memory is the graph's; the first call outside of a capture makes the pool."""
     hardware.force(monkeypatch.setattr, LARGEST, 64, 1, 1)
-    num_steps = len(ORDER[True, True])
+    num_steps = len(SPLIT)
     for device in 0, 1:
         fake.device, pool = device, FIRST_POOL + device
         fake.memory.clear()

@@ -187,7 +187,7 @@ def check_workspace(launch, shape):
         "locals": 4 * 128 * 128 * num_joined,
         "transfers": 4 * 128 * 128 * num_joined,
         "partials": 2 * 4 * 128 * segments.length * num_joined,
-        "counts": 3 * 4 if num_states else 0,
+        "counts": 4 * 4 if num_states else 0,
         "ready": 4 * num_joined,
         "begins": -(-num_states // 4) * 4,  # read four at a time
     }
