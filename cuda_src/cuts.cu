@@ -181,19 +181,20 @@ __device__ inline int look_for_cut(CutsShared& smem, const CutSource& source, in
 extern "C" __global__ void __launch_bounds__(scout_threads, 4)
     kda_cuts(const u16* q, const u16* k, const u16* v, const u16* g, const float* A_log,
              const float* dt_bias, float lower_bound, const void* cu_seqlens, int cu_seqlens_bytes,
-             int num_sequences, u32 num_tokens, int num_heads, int segment, u32 num_slots,
-             int first_joined, int join_every, Begin* begins, Counts* counts, u32* ready) {
+             int num_sequences, u32 num_tokens, int num_heads, int segment, int first_extra,
+             u32 num_slots, int first_joined, int join_every, Begin* begins, Counts* counts,
+             u32* ready) {
     extern __shared__ __align__(16) unsigned char storage[];
     CutsShared& smem = *reinterpret_cast<CutsShared*>(storage);
-    const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens,
-                       num_heads,  segment,          num_slots,     begins};
+    const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens, num_heads,
+                       segment,    first_extra,      num_slots,     begins};
     const u32 slot = blockIdx.x / num_heads;
     const int head = static_cast<int>(blockIdx.x - slot * num_heads);
     if (blockIdx.x == 0 && threadIdx.x == 0) *counts = {};
     if (ready && threadIdx.x == 0) ready[blockIdx.x] = 0;
     const Segment mine = work.segment_of(slot, work.lane_sequence());
     const bool is_there = mine.index >= 0 && mine.index < mine.num_segments;
-    const int cut = mine.index * segment;  // rows of the sequence before it
+    const int cut = work.num_rows_before(mine.index);  // rows of the sequence before it
     const i64 column = static_cast<i64>(head) * head_dim;
     const i64 token_stride = static_cast<i64>(num_heads) * head_dim;
     const i64 offset = (mine.begin + cut) * token_stride + column;

@@ -49,16 +49,14 @@ __device__ inline Item find_item(const Work& work, const LaneSequence (&sequence
     const Segment segment = work.segment_of(slot, sequences[lane]);
     const Begin begin = static_cast<Begin>(__shfl_sync(~0u, lane_begin, 0));
     const NextBegin next = work.next_begin(slot, segment, head, lane_begin);
-    const int end = next.index;
-    const bool is_last = end == segment.num_segments;
-    const u32 last_slot = slot + end - segment.index - 1;
+    const bool is_last = next.index == segment.num_segments;
+    const u32 last_slot = slot + next.index - segment.index - 1;
     const bool is_transfer = piece.part >= num_parts;
     // To the next segment, or to a final state that chain.cuh works out.
     const bool is_joined_on = (is_last ? begin : next.begin) == is_joined;
     const int warm_up = begin <= most_cut ? chunk * begin : 0;
-    const int first = segment.index * work.segment;
-    // Bounds that overlap may leave a sequence fewer slots than it has segments.
-    const int last = work.num_rows_to(segment, end);
+    const int first = work.num_rows_before(segment.index);
+    const int last = work.num_rows_before(next, segment);
     Item item;
     item.head = head;
     item.part = static_cast<int>(piece.part % num_parts);
@@ -78,8 +76,8 @@ __device__ inline Item find_item(const Work& work, const LaneSequence (&sequence
     // One without tokens has a chunk too, in which nothing happens.
     item.num_chunks = max(1, (item.num_tokens + chunk - 1) / chunk);
     item.num_written = begin == is_joined ? 0 : item.num_chunks - warm_up / chunk;
-    item.partials_end =
-        begin == is_joined ? work.first_partial(slot, head, is_transfer) + item.num_chunks : 0;
+    const u32 first_partial = work.first_partial(slot, head, is_transfer);
+    item.partials_end = begin == is_joined ? first_partial + item.num_chunks : 0;
     return item;
 }
 

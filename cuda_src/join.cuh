@@ -23,7 +23,7 @@ struct JoinShared {
     Walk walk;  // of outputs
     u32 number;
 };
-static_assert(join_threads == 256 && num_chain_parts == 8 && tile_rows == (use_wgmma ? 128 : 96),
+static_assert(join_threads == 256 && num_chain_parts == 8 && tile_rows == 96,
               "cukda/plan.py has other sizes");
 static_assert(num_groups > 0 &&
               num_groups * sizeof(JoinShared) <= sizeof(Shared::stage) + sizeof(Shared::raw));
@@ -51,6 +51,7 @@ __device__ inline Work anew(Work work) {
     forget(work.transfers);
     forget(work.partials);
     forget(work.ready);
+    forget(work.first_extra);
     return work;
 }
 

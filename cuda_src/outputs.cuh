@@ -1,14 +1,14 @@
 // Adds to the outputs of joined segments what comes of the state S where they begin,
 //   O = scale (O_local + Q_M S^T)
-// tile by tile of up to 128 tokens, or 96. Eight warps, 16 rows of S each. Products of tf32: 11
-// bits, three more than O, which is bf16, keeps.
+// tile by tile of up to 96 tokens. Eight warps, 16 rows of S each. Products of tf32: 11 bits, three
+// more than O, which is bf16, keeps.
 #pragma once
 
 #include "chain.cuh"
 #include "rows.cuh"
 #include "work.cuh"
 
-constexpr int tile_chunks = use_wgmma ? 8 : 6, tile_rows = tile_chunks * chunk;
+constexpr int tile_chunks = 6, tile_rows = tile_chunks * chunk;
 
 // Where Q_M of a token and column is: in rows of tokens for mma.sync, in core matrices of 8 tokens
 // x 4 columns for wgmma. Padded, so that eight rows that are read, or written, are in eight bank
@@ -102,9 +102,9 @@ __device__ inline bool run_outputs(OutputsShared& smem, const Work& work,
     const int head = static_cast<int>(at - slot * num_heads);
     const Segment segment = work.segment_of(slot, sequences[lane]);
     const Begin lane_begin = work.lane_begin(slot, head);
-    const int next = work.next_begin(slot, segment, head, lane_begin).index;
-    const int item_row = segment.index * work.segment;  // of the sequence
-    const int item_rows = work.num_rows_to(segment, next) - item_row;
+    const NextBegin next = work.next_begin(slot, segment, head, lane_begin);
+    const int item_row = work.num_rows_before(segment.index);  // of the sequence
+    const int item_rows = work.num_rows_before(next, segment) - item_row;
     const u32 first_row = segment.begin + item_row;  // of out
 
     const auto rows_from = [&](u32 tile) {

@@ -61,22 +61,6 @@ __device__ inline u32 cvt_f16x2(float low, float high) {
     return packed;
 }
 
-// One of such a pair.
-__device__ inline float f16_low(u32 packed) {
-    float x;
-    asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}"
-        : "=f"(x)
-        : "r"(packed));
-    return x;
-}
-__device__ inline float f16_high(u32 packed) {
-    float x;
-    asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}"
-        : "=f"(x)
-        : "r"(packed));
-    return x;
-}
-
 // Two products of bf16 pairs, each rounded once. SM80 has no mul.bf16x2: adds -0, which is nothing.
 __device__ inline u32 mul_bf16x2(u32 a, u32 b) {
     u32 product;

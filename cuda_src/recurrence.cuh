@@ -202,7 +202,7 @@ __device__ inline void step(float (&state)[k_tiles][4], u32 stage, Rows& v, int 
     u32 inverse[4];
     ldmatrix_x4_trans(inverse, InverseB(stage + inverse_at, lane).at);
 
-    // U and O are products of a warp alone: a group's would wait for the slowest of its warps.
+    // U is a product of a warp alone: a group's would wait for the slowest of its warps.
     gemm_wait<0>();
     hold(kq);
     float w[2][4];
@@ -249,25 +249,30 @@ __device__ inline void step(float (&state)[k_tiles][4], u32 stage, Rows& v, int 
     pack_a(frag_u, u[0], u[1]);
     scale_tokens(u, beta_norm);
     pack_a(frag_ku, u[0], u[1]);
-    // Of O alone, and before its product: another one's last bits would tell of later tokens.
-    const bool rare = __any_sync(~0u, not_finite(frag_u) != 0);
-    int first_bad[2] = {chunk, chunk};
-    if (rare) end_before_bad(frag_u, first_bad, frag_w, stage, lane);
-
-    float o[2][4];
+    float o[2][4] = {};
     if constexpr (!use_wgmma) {
         u32 p[4];
         ldmatrix_x4(p, PB(stage + p_at, lane).at);
-        mma_m16n8k16_bf16(o[0], frag_u, p[0], p[1], kq[2]);
-        mma_m16n8k16_bf16(o[1], frag_u, p[2], p[3], kq[3]);
+        mma_m16n8k16_bf16(o[0], frag_u, p[0], p[1]);
+        mma_m16n8k16_bf16(o[1], frag_u, p[2], p[3]);
     }
     const auto finish_output = [&] {
         if constexpr (use_wgmma) {
             gemm_wait<1>();
             hold(o);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) o[i / 4][i % 4] += kq[2 + i / 4][i % 4];
         }
+        const bool rare = __any_sync(~0u, not_finite(frag_u) != 0);
+        int first_bad[2] = {chunk, chunk};
+        if (rare) {
+            // O anew, and by another instruction where it was wgmma's. From zero both give the same
+            // bits (H200: of 12,582,912 random sums), so that a later token changes none before it.
+            end_before_bad(frag_u, first_bad, frag_w, stage, lane);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) o[i / 4][i % 4] = 0.0f;
+            rs_gemm(o, frag_u, PB(stage + p_at, lane));
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) o[i / 4][i % 4] += kq[2 + i / 4][i % 4];
         float q_norm[2][2];
         load_numbers(q_norm, stage + q_norm_at, lane);
         scale_tokens(o, q_norm);

@@ -30,6 +30,8 @@ struct Select<false, Then, Else> {
 
 __device__ inline float bf16_low(u32 packed) { return __uint_as_float(packed << 16); }
 __device__ inline float bf16_high(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
+__device__ inline float f16_low(u32 packed) { return cvt_f32_f16(static_cast<u16>(packed)); }
+__device__ inline float f16_high(u32 packed) { return cvt_f32_f16(static_cast<u16>(packed >> 16)); }
 
 // Two accumulators side by side, [16 x 16], rounded to an A operand.
 __device__ inline void pack_a(u32 (&a)[4], const float (&left)[4], const float (&right)[4]) {
@@ -90,6 +92,8 @@ struct GroupB {
     __device__ GroupB(u32 base, u32 offset, int)
         : at((base >> 4) + (offset >> 4) + (static_cast<u32>(k_stride >> 4) << 16)) {}
     __device__ void advance(int bytes) { at += bytes >> 4; }
+    // wgmma's: start, and the stride along k, in units of 16 bytes; above them the stride along n.
+    __device__ u64 descriptor() const { return static_cast<u64>(n_stride >> 4) << 32 | at; }
 };
 
 // acc[64 x 8n] += a[64 x 16] b[16 x 8n] by four warps that own 16 rows each, in the layout of the
@@ -97,24 +101,21 @@ struct GroupB {
 template <Major major, int n_stride, int k_stride, int n_tiles>
 __device__ inline void rs_gemm(float (&acc)[n_tiles][4], const u32 (&a)[4],
                                const GroupB<major, n_stride, k_stride>& b_tile) {
-    constexpr u64 high = static_cast<u64>(n_stride >> 4) << 32;
-    wgmma_m64k16_bf16<major == Major::N>(acc, a, high | b_tile.at);
+    wgmma_m64k16_bf16<major == Major::N>(acc, a, b_tile.descriptor());
 }
 
 // The same of d = a b, for two tiles of columns.
 template <Major major, int n_stride, int k_stride>
 __device__ inline void rs_gemm_first(float (&d)[2][4], const u32 (&a)[4],
                                      const GroupB<major, n_stride, k_stride>& b_tile) {
-    constexpr u64 high = static_cast<u64>(n_stride >> 4) << 32;
-    wgmma_m64k16_bf16_first<major == Major::N>(d, a, high | b_tile.at);
+    wgmma_m64k16_bf16_first<major == Major::N>(d, a, b_tile.descriptor());
 }
 
 // acc += a b with tf32, eight of k.
 template <int n_stride, int k_stride>
 __device__ inline void tf32_gemm(float (&acc)[4][4], const u32 (&a)[4],
                                  const GroupB<Major::K, n_stride, k_stride>& b_tile) {
-    constexpr u64 high = static_cast<u64>(n_stride >> 4) << 32;
-    wgmma_m64k8_tf32(acc, a, high | b_tile.at);
+    wgmma_m64k8_tf32(acc, a, b_tile.descriptor());
 }
 
 // Which of the two the consumers use.

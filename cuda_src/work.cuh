@@ -55,14 +55,16 @@ struct Work {
     u32 num_tokens;  // T
     int num_heads;
     int segment;  // tokens from one place where a sequence may be cut to the next; 0: there is none
+    int first_extra;      // tokens by which a sequence's first segment is longer: it has no warm-up
     u32 num_slots;        // one for each segment that there may be
     const Begin* begins;  // [num_slots, H]; null without segments
     // Where segments may be joined: fp32 [num_slots, H, 128 (v), 128 (k)] each, an item's in the
     // last of its slots. A local one is in the order of its rows, until chain.cuh puts the operands
     // of the next segment's S in its place; a transfer is operands (transfer.cuh) from the first.
     float *locals, *transfers;
-    // O_local, then Q_M, of joined tokens: fp32 [2, H, num_slots, segment / 16, 8 (16 rows of v),
-    // 32 lanes, 8] (rows.cuh). An item's chunks lie one after the other, through all of its slots.
+    // O_local, then Q_M, of joined tokens: fp32 [2, H, num_slots, ceil(segment / 16), 8 (16 rows of
+    // v), 32 lanes, 8] (rows.cuh). An item's chunks lie one after the other, from its first slot
+    // on.
     float* partials;
     Counts* counts;  // null without segments
     // [num_slots, H]: how many parts of the S that follows a slot are there, zeros before
@@ -70,10 +72,11 @@ struct Work {
     u32* ready;
 
     __device__ u32 num_states() const { return num_slots * num_heads; }
-    // Where an item's chunks begin in partials.
+
+    // Where the chunks of an item that begins in a slot begin in partials.
     __device__ u32 first_partial(u32 slot, int head, bool is_transfer) const {
         const u32 place = (is_transfer ? num_heads : 0) + head;
-        return (place * num_slots + slot) * (segment / chunk);
+        return (place * num_slots + slot) * ((segment + chunk - 1) / chunk);
     }
 
     // Where sequence n begins, among B * T rows. cu_seqlens may hold anything: it is clamped to the
@@ -88,13 +91,22 @@ struct Work {
     }
 
     __device__ int num_segments(int length) const {
-        return segment && length > segment ? (static_cast<u32>(length) + segment - 1) / segment : 1;
+        const int others = length - first_extra;
+        return segment && others > segment ? (static_cast<u32>(others) + segment - 1) / segment : 1;
     }
 
-    // Rows of a sequence, of which any segment is given, before segment `index`; or all of them.
-    __device__ int num_rows_to(const Segment& any, int index) const {
-        const u64 rows = static_cast<u64>(index) * segment;
-        return segment ? min(static_cast<u64>(any.length), rows) : any.length;
+    // Rows of a sequence before its segment `index`: whole chunks, so that they are those that a
+    // scan of all has, with the same roundings.
+    __device__ u32 num_rows_before(int index) const {
+        return index ? (static_cast<u32>(index) * segment + first_extra) / chunk * chunk : 0;
+    }
+
+    // ... before the next item, or to the end of one that has none behind it. Bounds that overlap
+    // may leave a sequence fewer slots than it has segments.
+    __device__ int num_rows_before(const NextBegin& next, const Segment& any) const {
+        if (next.index < any.num_segments) return num_rows_before(next.index);
+        const u32 rows = static_cast<u32>(next.index) * segment + first_extra;
+        return segment ? min(static_cast<u32>(any.length), rows) : any.length;
     }
 
     // Packed sequences are in the order of their lengths, if a warp has lanes for all of

@@ -11,8 +11,8 @@ _FP32 = ("float32",)
 _STATES = ("bfloat16", "float32")
 _BOUNDS = ("int32", "int64")
 # The kernels' parameters in their order: pointers (P), floats, ints (i) and unsigned ones (I).
-_PARAMETERS = struct.Struct("@PPPPP f PPP f Pi Pi Pii I i i I PP PPP P II")
-_CUTS_PARAMETERS = struct.Struct("@PPPP PP f Pii I i i I ii PPP")
+_PARAMETERS = struct.Struct("@PPPPP f PPP f Pi Pi Pii I i i i I PP PPP P II")
+_CUTS_PARAMETERS = struct.Struct("@PPPP PP f Pii I i i i I ii PPP")
 # The kernel's StateKind.
 _STATE_KINDS = {None: 0, "bfloat16": 1, "float32": 2}
 _BOUND_BYTES = {None: 0, "int32": 4, "int64": 8}
@@ -247,6 +247,12 @@ def _refuse_overlap(output: arrays.Array, others, in_place: arrays.Array | None 
 
 
 def _compute_on_cpu(call: _Call) -> None:
+    # Without sequences, or heads, or tokens and a state to pass on, there is nothing to do, of
+    # however large shapes.
+    num_states = call.num_sequences * call.q.shape[2]
+    if num_states == 0 or (call.q.size == 0 and call.final_state is None):
+        return
+
     def array(name):
         checked = getattr(call, name)
         return None if checked is None else arrays.to_numpy(checked)
@@ -298,20 +304,22 @@ def _launch(call: _Call, stream) -> None:
                 num_tokens,
                 num_heads,
                 segments.length,
+                segments.first_extra,
                 launch.num_slots,
             )
             found = begin + at.begins, begin + at.counts
             joined = begin + at.locals, begin + at.transfers, begin + at.partials
             ready = begin + at.ready if segments.join_every else 0
 
-            def run(variant, grid, layout, *parameters):
-                shared_bytes = variant.shared_bytes
-                kernel = jit.kernel(variant.source, variant.entry, variant.defines, shared_bytes)
-                block = variant.num_threads
+            def run(kernel, variant, grid, layout, *parameters):
+                block, shared_bytes = variant.num_threads, variant.shared_bytes
                 kernel(grid, block, shared_bytes, stream_pointer, layout, *parameters)
 
+            # Before the first launch: a kernel that cannot be had leaves none behind.
+            scan = _kernel(launch.variant)
             if segments.length:
                 run(
+                    _kernel(plan.CUTS),
                     plan.CUTS,
                     launch.cuts_grid,
                     _CUTS_PARAMETERS,
@@ -329,6 +337,7 @@ def _launch(call: _Call, stream) -> None:
                     ready,
                 )
             run(
+                scan,
                 launch.variant,
                 launch.grid,
                 _PARAMETERS,
@@ -352,6 +361,10 @@ def _launch(call: _Call, stream) -> None:
                 ready,
                 *launch.runs,
             )
+
+
+def _kernel(variant: plan.Variant | plan.Helper) -> jit.Kernel:
+    return jit.kernel(variant.source, variant.entry, variant.defines, variant.shared_bytes)
 
 
 def _pointer(array: arrays.Array | None) -> int:

@@ -70,8 +70,11 @@ _JOINED_COST = 1.06
 _OUTPUTS_PER_CYCLE = 2.05
 # A segment begins with the tokens before it that make its state: 32 or 48 where the gate is fast.
 _WARM_UP = 40
+_CHUNK = 16
+# The first has none, so it may be longer; by more it would be what the others wait for.
+_MOST_EXTRA = 4 * _CHUNK
 # Segments are made of pairs of chunks, so that few lengths are thought of; and at least so long.
-_UNIT = 32
+_UNIT = 2 * _CHUNK
 _SHORTEST_SEGMENT = 64
 # Items of a multiprocessor, where sequences are split.
 _MOST_ROUNDS = 16
@@ -198,10 +201,10 @@ class Helper(NamedTuple):
 # Finds where sequences may be cut.
 CUTS = Helper("cuts.cu", "kda_cuts", 128, 32_784)
 # Joins are by parts of a state, by groups of so many threads of a block, and by tiles of so many
-# tokens, where products are wgmma or not.
+# tokens.
 _NUM_CHAIN_PARTS = 8
 _GROUP_THREADS = 256
-_TILE_TOKENS = {True: 128, False: 96}
+_TILE_TOKENS = 96
 
 
 class Shape(NamedTuple):
@@ -214,14 +217,16 @@ class Shape(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """How sequences are split. length: tokens of a segment; at each multiple a sequence may be cut
-    (0: it is whole). join_every: where there is no cut, segments first_joined, first_joined +
-    join_every, ... are joined to what is before (0: none is); before the others it goes on.
+    """How sequences are split. length: tokens of a segment, rounded to whole chunks at its begin,
+    before each of which a sequence may be cut (0: it is whole); first_extra: so many more has the
+    first one. join_every: where there is no cut, segments first_joined, first_joined + join_every,
+    ... are joined to what is before (0: none is); before the others it goes on.
     """
 
     length: int = 0
     join_every: int = 0
     first_joined: int = 0
+    first_extra: int = 0
 
 
 class Layout(NamedTuple):
@@ -320,21 +325,17 @@ def _choice(shape: Shape, gpu: Gpu) -> tuple[Variant, Segments]:
 
 def launch(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> Plan:
     """The launches of a variant, with sequences split so."""
-    if segments.length >= shape.num_tokens:
+    if segments.length + segments.first_extra >= shape.num_tokens:
         segments = Segments()
     num_slots = _num_slots(segments, shape)
     num_states = num_slots * shape.num_heads
-    num_blocks, runs = _num_items(variant, segments, shape), Runs()
-    if segments.join_every:
-        num_groups, runs = _groups(variant, segments, shape, gpu)
-        num_blocks = max(num_blocks, math.ceil(num_groups / variant.num_groups))
     return Plan(
         variant=variant,
-        grid=min(num_blocks, gpu.num_sms),
+        grid=min(_num_items(variant, segments, shape), gpu.num_sms),
         segments=segments,
         num_slots=num_slots,
         cuts_grid=num_states if segments.length else 0,
-        runs=runs,
+        runs=_runs(variant, segments, shape, gpu) if segments.join_every else Runs(),
         layout=_layout(segments, shape),
     )
 
@@ -343,20 +344,19 @@ def _num_chains(shape: Shape) -> int:
     return shape.num_sequences * shape.num_heads * _NUM_CHAIN_PARTS
 
 
-def _groups(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> tuple[int, Runs]:
-    """How many groups of warps have something to join, and how outputs share the tiles. One run for
-    each tile, if no group beside the chains then has more than two: those have fetched the first
-    when its state is ready. Else two for each group, if there are enough.
+def _runs(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> Runs:
+    """One for each tile, if no group of warps beside the chains then has more than two: those have
+    fetched the first when its state is ready. Else two for each group, if there are enough.
     """
     num_items = math.ceil(_num_slots(segments, shape) * shape.num_heads / segments.join_every)
-    item_tiles = math.ceil(segments.join_every * segments.length / _TILE_TOKENS[variant.wgmma])
+    item_tiles = math.ceil(segments.join_every * segments.length / _TILE_TOKENS)
     num_tiles = num_items * item_tiles
     num_groups = variant.num_groups * gpu.num_sms
     num_beside = num_groups - _num_chains(shape)
     run_tiles = 1
     if num_tiles > 2 * num_beside:
         run_tiles = min(max(1, num_tiles // (2 * num_groups)), item_tiles)
-    return _num_chains(shape) + num_tiles, Runs(run_tiles, math.ceil(item_tiles / run_tiles))
+    return Runs(run_tiles, math.ceil(item_tiles / run_tiles))
 
 
 def _segments(variant: Variant, shape: Shape, gpu: Gpu) -> Iterator[Segments]:
@@ -382,6 +382,8 @@ def _segments(variant: Variant, shape: Shape, gpu: Gpu) -> Iterator[Segments]:
                 if length < total:
                     yield Segments(length)
                     yield from _joined(length, math.ceil(total / length), num_items, gpu)
+                if not _is_uneven(shape):
+                    yield from _joined_evenly(wanted, shape.num_tokens)
 
 
 def _joined(length: int, num_segments: int, num_items: int, gpu: Gpu) -> Iterator[Segments]:
@@ -394,6 +396,20 @@ def _joined(length: int, num_segments: int, num_items: int, gpu: Gpu) -> Iterato
         for first_joined in sorted({every, math.ceil(lead / every) * every}):
             if first_joined < num_segments:
                 yield Segments(length, every, first_joined)
+
+
+def _joined_evenly(wanted: int, num_tokens: int) -> Iterator[Segments]:
+    """Up to so many segments, joined from the second on, so that runs between joins are whole
+    chunks, all of one length; the first segment takes what is left.
+    """
+    for every in _JOIN_EVERY:
+        num_segments = (wanted - 1) // every * every + 1
+        unit = _CHUNK // math.gcd(_CHUNK, every)
+        length = num_tokens // num_segments // unit * unit
+        left = num_tokens - (num_segments - 1) * length
+        extra = math.ceil(left / _CHUNK) * _CHUNK - length
+        if num_segments > 1 and length >= _SHORTEST_SEGMENT and extra <= _MOST_EXTRA:
+            yield Segments(length, every, 1, extra)
 
 
 def _fits(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> bool:
@@ -417,7 +433,7 @@ def _layout(segments: Segments, shape: Shape) -> Layout:
     sizes = (
         num_joined * _STATE_BYTES,
         num_joined * _STATE_BYTES,
-        2 * num_joined * segments.length * _ROW_BYTES,
+        2 * num_joined * -(-segments.length // _CHUNK) * _CHUNK * _ROW_BYTES,
         _COUNTS_BYTES if num_states else 0,
         num_joined * _READY_BYTES,
         num_states,
@@ -434,22 +450,22 @@ def _cycles_of(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> 
     num_rounds = num_items / gpu.num_sms
     dealt = max(1, num_rounds) if _is_uneven(shape) else math.ceil(num_rounds)
     whole = _cycles(variant, dealt, total)
-    length, join_every, first_joined = segments
+    length, join_every, first_joined, first_extra = segments
     if length == 0 or length >= total:
         return whole, whole
-    num_segments = math.ceil(total / length)
+    num_segments = math.ceil((total - first_extra) / length)
     num_rounds = math.ceil(num_items * num_segments / gpu.num_sms)
-    fast = _CUTS_CYCLES + _cycles(variant, num_rounds, length + _WARM_UP)
+    fast = _CUTS_CYCLES + _cycles(variant, num_rounds, length + max(_WARM_UP, first_extra))
     if not join_every:
         return fast, _CUTS_CYCLES + whole
     # Of one length: the first item goes on to first_joined, and all later ones are two.
     num_joined = math.ceil((num_segments - first_joined) / join_every)
-    num_rounds = (first_joined / join_every + 2 * num_joined) * num_items / gpu.num_sms
-    run = join_every * length
-    busy = max(first_joined * length, math.ceil(num_rounds) * run)
+    num_rounds = (max(1, first_joined / join_every) + 2 * num_joined) * num_items / gpu.num_sms
+    run, first_run = join_every * length, first_joined * length + first_extra
+    busy = max(first_run, math.ceil(num_rounds) * run)
     slow = _START_CYCLES + math.ceil(busy / run) * _JOINED_ITEM_CYCLES
     slow += busy * variant.token_cycles * _JOINED_COST
-    num_outputs = shape.num_sequences * shape.num_heads * (total - first_joined * length)
+    num_outputs = shape.num_sequences * shape.num_heads * (total - first_run)
     chains_at_once = max(1, _num_chains(shape) / gpu.num_sms)
     join = num_joined * _CHAIN_CYCLES * chains_at_once + num_outputs / _OUTPUTS_PER_CYCLE
     return fast, _CUTS_CYCLES + slow + join + _JOIN_CYCLES
@@ -466,7 +482,8 @@ def _num_slots(segments: Segments, shape: Shape) -> int:
         return shape.num_sequences
     if shape.packed:
         return shape.num_tokens // segments.length + shape.num_sequences
-    return shape.num_sequences * -(-shape.num_tokens // segments.length)
+    num_behind_first = -(-(shape.num_tokens - segments.first_extra) // segments.length)
+    return shape.num_sequences * max(1, num_behind_first)
 
 
 def _num_items(variant: Variant, segments: Segments, shape: Shape) -> int:

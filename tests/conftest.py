@@ -97,14 +97,14 @@ def variant(request, monkeypatch, cupy):
 def cut_every(monkeypatch, cupy):
     """A function that makes plans cut sequences every so many tokens; 0 leaves them whole. Where
     there is no cut the segment before goes on, or they are joined: at segment first_joined, which
-    is join_every unless given, and at each join_every-th after. All with one variant, so that
-    segments are what makes a difference.
+    is join_every unless given, and at each join_every-th after. The first segment is longer by
+    first_extra. All with one variant, so that segments are what makes a difference.
     """
     found = hardware.whole_head_variant()
 
-    def cut(length, join_every=0, first_joined=None):
+    def cut(length, join_every=0, first_joined=None, first_extra=0):
         first_joined = join_every if first_joined is None else first_joined
-        hardware.force(monkeypatch.setattr, found, length, join_every, first_joined)
+        hardware.force(monkeypatch.setattr, found, length, join_every, first_joined, first_extra)
 
     return cut
 

@@ -21,9 +21,11 @@ TOLERANCE = (1e-2, 1e-2)
 FEW = 3e-2
 SEGMENT = 64
 # How often segments are joined, and the first of them: never; each one; each second; each one
-# behind a lead of three; each second behind a lead of one.
+# behind a lead of three; each second behind a lead of one; and that with a longer first segment.
 NEVER, EACH, SECOND, BEHIND_LEAD, ODD = (0,), (1,), (2,), (1, 3), (2, 1)
-JOINS = [EACH, SECOND, BEHIND_LEAD, ODD]
+EXTRA = 16
+LONGER_FIRST = (2, 1, EXTRA)
+JOINS = [EACH, SECOND, BEHIND_LEAD, ODD, LONGER_FIRST]
 # Codes of a begin (cuda_src/work.cuh).
 GOES_ON, MOST_CUT, IS_FIRST, IS_JOINED = 0, 8, 254, 255
 FAST, SLOW = 0, 1
@@ -112,10 +114,11 @@ def test_cuts_and_joins_in_one_sequence(segment, joins, size, cut_every, workspa
     found = made[0].begins(case)
     check_codes(found, joins)
     is_cut = is_a_cut(found[1:])
-    # Of neighbouring places, all four pairs, in each head.
+    # Of neighbouring places, all four pairs, in each head; where they lie a chunk on, not all.
     pairs = 2 * is_cut[:-1] + is_cut[1:]
     for head in range(3):
-        assert set(pairs[:, head]) == {0, 1, 2, 3}
+        assert set(pairs[:, head]) == {0, 1, 2, 3} or joins == LONGER_FIRST
+        assert 0 < is_cut[:, head].sum() < len(is_cut)
 
 
 def is_a_cut(begins):
@@ -125,7 +128,7 @@ def is_a_cut(begins):
 def check_codes(begins, joins):
     """Of one sequence's segments: [num_slots, H]."""
     assert (begins[0] == IS_FIRST).all()
-    every, first = joins[0], joins[-1]
+    every, first = joins[0], (*joins, joins[0])[1 if len(joins) > 1 else 0]
     places = range(first, len(begins), every) if every else ()
     for index in range(1, len(begins)):
         want = IS_JOINED if index in places else GOES_ON
@@ -148,8 +151,27 @@ def check_begins(workspace, case, is_cut, joins):
     assert np.array_equal(is_a_cut(found[1:]), is_cut[1:])
 
 
+# As a plan would have them: half chunks, and runs between joins that are all of one length.
+@pytest.mark.parametrize("num_tokens", [2033, 2041, 2047, 2048])
+@pytest.mark.parametrize("gate", ["slow", "half", "at times"])
+def test_runs_of_one_length(gate, num_tokens, cut_every, workspaces):
+    if gate == "at times":
+        case = slow_at_times(num_tokens)
+    else:
+        case = inputs.make([num_tokens], 3, gate, seed=137, batch=1)
+    joins = (2, 1, 24)
+    assert_as_exact_as_one_pass(case, cut_every, 184, joins)
+    made = workspaces(fill=0xFF)
+    hardware.run(case)
+    found = made[0].begins(case)
+    assert len(found) == 11
+    check_codes(found, joins)
+    if gate == "at times":
+        assert is_a_cut(found[1::2]).any() and (found[1::2] == IS_JOINED).any()
+
+
 # The chain of a sequence's joined segments looks at 32 segments at a time.
-@pytest.mark.parametrize("joins", [*JOINS, (33, 1), (5, 31)], ids=str)
+@pytest.mark.parametrize("joins", [*JOINS[:-1], (33, 1), (5, 31)], ids=str)
 @pytest.mark.parametrize("num_segments", [32, 33, 65, 131])
 def test_many_segments(num_segments, joins, cut_every, workspaces):
     """Cut nowhere, everywhere, at times, and where a look ends; joined runs of several segments
@@ -318,10 +340,12 @@ def log2_left(case, head, cut):
 @pytest.mark.parametrize("joins", JOINS, ids=str)
 @pytest.mark.parametrize("gate", ["half", "slow"])
 @pytest.mark.parametrize("repeats", [1, 5])
-def test_packed(repeats, gate, joins, cut_every):
+@pytest.mark.parametrize("segment", [SEGMENT, 72])
+def test_packed(segment, repeats, gate, joins, cut_every):
     """Fewer sequences than a warp has lanes, and more; each has the bits that it has alone."""
-    case = inputs.make(LENGTHS * repeats, 2, gate, seed=123)
-    out, final_state = assert_as_exact_as_one_pass(case, cut_every, joins=joins)
+    case = inputs.make([*LENGTHS, 72, 71] * repeats, 2, gate, seed=123)
+    joins = (*joins[:2], 24) if len(joins) > 2 and segment % 16 else joins
+    out, final_state = assert_as_exact_as_one_pass(case, cut_every, segment, joins)
     for seq_idx, (_, rows) in enumerate(inputs.spans(case)):
         alone = outs(inputs.alone(case, seq_idx))
         assert_same((out[:, rows], final_state[seq_idx : seq_idx + 1]), alone)
@@ -470,7 +494,7 @@ def test_same_bits_however_many_blocks(lengths, segments, cut_every, monkeypatch
         assert_same(outs(case), want)
 
 
-@pytest.mark.parametrize("joins", [EACH, SECOND], ids=str)
+@pytest.mark.parametrize("joins", [EACH, SECOND, LONGER_FIRST], ids=str)
 @pytest.mark.parametrize("change", ["finite", "nan", "inf"])
 @pytest.mark.parametrize("name", TOKENS)
 def test_later_tokens_leave_no_trace(name, change, joins, cut_every):
@@ -479,7 +503,7 @@ def test_later_tokens_leave_no_trace(name, change, joins, cut_every):
     begin = 5
     cut_every(SEGMENT, *joins)
     clean = outs(case)[0]
-    for t in 1, 40, 63, 64, 65, 100, 127, 128, 129, 191, 192, 255, 257, 299:
+    for t in 1, 40, 63, 64, 65, 79, 80, 100, 127, 128, 129, 143, 144, 191, 192, 255, 257, 299:
         for later in np.s_[:, begin + t], np.s_[:, begin + t :]:
             value = 3 - 2 * case[name][later] if change == "finite" else float(change)
             dirty = outs(inputs.changed(case, name, later, value))[0]
@@ -488,13 +512,18 @@ def test_later_tokens_leave_no_trace(name, change, joins, cut_every):
                 assert not hardware.same_bits(dirty[:, begin + t :], clean[:, begin + t :]), t
 
 
-@pytest.mark.parametrize("joins", [EACH, SECOND], ids=str)
-@pytest.mark.parametrize("t", [64, 127, 200, 256])
-def test_later_gates_decide_no_earlier_cut(t, joins, cut_every):
-    """Fast gates that close from t on, and slow ones that open."""
-    cut_every(SEGMENT, *joins)
-    for gate, value in ("rand", -40), ("slow", 40):
-        case = inputs.make([400], 2, gate, seed=131, batch=1)
+LATER_GATES = [("rand", -40), ("slow", 40), ("rand", np.nan), ("slow", np.nan)]
+
+
+@pytest.mark.parametrize("joins", JOINS, ids=str)
+@pytest.mark.parametrize("segment", [SEGMENT, 72, 184])
+def test_later_gates_decide_no_earlier_cut(segment, joins, cut_every):
+    """Fast gates that close from t on, and slow ones that open; and NaN."""
+    extra = 16 + segment % 16 if len(joins) > 2 else 0
+    cut_every(segment, *joins[:2], *([extra] if extra else []))
+    places = {extra + i * segment + j for i in (1, 2, 3) for j in (-40, -16, -9, -8, -1, 0, 16)}
+    for (gate, value), t in itertools.product(LATER_GATES, sorted(places)):
+        case = inputs.make([700], 2, gate, seed=131, batch=1)
         before = outs(case)[0]
         after = outs(inputs.changed(case, "g", np.s_[:, t:], value))[0]
         assert hardware.same_bits(before[:, :t], after[:, :t])
@@ -542,14 +571,12 @@ def test_samples_and_heads_leave_no_trace(bad, joins, cut_every):
 
 
 def assert_other_rows_are_clean(row, got, want):
-    """Rows of a state, that is columns of out, but one. The warp that has that row works its 16
-    columns of out out in another way.
+    """Rows of a state, that is columns of out, but one; those of the warp too that has that row,
+    which works out its 16 columns of out in another way.
     """
-    rows = np.arange(inputs.HEAD_DIM)
-    others, same_warp = rows // 16 != row // 16, (rows // 16 == row // 16) & (rows != row)
+    others = np.arange(inputs.HEAD_DIM) != row
     assert hardware.same_bits(got[0][..., others], want[0][..., others])
-    assert oracle.error(got[0][..., same_warp], want[0][..., same_warp]) <= 1e-3
-    assert hardware.same_bits(got[1][:, :, rows != row], want[1][:, :, rows != row])
+    assert hardware.same_bits(got[1][:, :, others], want[1][:, :, others])
 
 
 @pytest.mark.parametrize("joins", [EACH, SECOND], ids=str)

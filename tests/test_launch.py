@@ -348,7 +348,7 @@ def test_fwd_packs_what_the_kernel_reads(fake, initial_state, final_state, cu_se
     kinds = enum("StateKind")
     kind_of = {None: kinds["None"], "bfloat16": kinds["BF16"], "float32": kinds["FP32"]}
     nothing = ("begins", "counts", "locals", "transfers", "partials", "ready")
-    nothing += ("run_tiles", "item_runs")
+    nothing += ("first_extra", "run_tiles", "item_runs")
     want = (
         {name: 0 if call[name] is None else ARRAYS[name][0] for name in ARRAYS}
         | dict.fromkeys(nothing, 0)
@@ -404,6 +404,7 @@ def test_fwd_launches_what_is_planned(fake, num_tokens, cu_seqlens):
         "num_tokens": num_tokens,
         "num_heads": H,
         "segment": expected.segments.length,
+        "first_extra": expected.segments.first_extra,
         "num_slots": expected.num_slots,
     }
     for launch in fake.work:
@@ -442,7 +443,7 @@ def with_states(call, num_sequences, final_state, dtype="float32"):
 # Of 1000 tokens.
 SEGMENTS = [
     plan.Segments(*segments)
-    for segments in ((0,), (64,), (64, 1, 1), (96, 1, 1), (64, 2, 2), (64, 3, 5))
+    for segments in ((0,), (64,), (64, 1, 1), (96, 1, 1), (72, 2, 1, 24), (64, 3, 5, 8))
 ]
 
 
@@ -458,7 +459,7 @@ def segments(request, monkeypatch):
 @pytest.mark.parametrize("cu_seqlens", [None, "int64"])
 def test_launches_of_a_call_belong_together(fake, segments, cu_seqlens, final_state, dtype):
     """One description of the work, and one workspace, in which each has what it wants."""
-    length, join_every, first_joined = segments
+    length, join_every, first_joined, first_extra = segments
     num_sequences, num_tokens = 1 if cu_seqlens is None else N, 1000
     call = arguments(num_tokens, cu_seqlens=cu_seqlens)
     call = with_states(call, num_sequences, final_state, dtype)
@@ -482,6 +483,7 @@ def test_launches_of_a_call_belong_together(fake, segments, cu_seqlens, final_st
         "num_tokens": num_tokens,
         "num_heads": H,
         "segment": length,
+        "first_extra": first_extra,
         "num_slots": expected.num_slots,
     }
     rows = {n: ARRAYS[n][0] for n in ("q", "k", "v", "g", "A_log", "dt_bias")}
@@ -525,7 +527,7 @@ def test_launches_of_a_call_belong_together(fake, segments, cu_seqlens, final_st
         places |= {
             "locals": (joined["locals"], num_states * STATE_BYTES),
             "transfers": (joined["transfers"], num_states * STATE_BYTES),
-            "partials": (joined["partials"], 2 * num_states * length * 4 * D),
+            "partials": (joined["partials"], 2 * num_states * 16 * -(-length // 16) * 4 * D),
             "ready": (ready, num_states * 4),
         }
     if is_copied:
@@ -615,6 +617,22 @@ def test_memory_is_freed_when_a_kernel_does_not_compile(fake):
         cukda.fwd(**arguments(8192))
     assert fake.work == []
     assert [memory.freed for memory in fake.memory] == [0] * len(fake.memory)
+
+
+@pytest.mark.parametrize("failing", SPLIT)
+def test_nothing_is_launched_when_one_kernel_does_not_compile(fake, monkeypatch, failing):
+    load = jit._load
+
+    def load_others(source, entry, defines):
+        if entry == failing:
+            raise RuntimeError("no such luck")
+        return load(source, entry, defines)
+
+    monkeypatch.setattr(jit, "_load", load_others)
+    hardware.force(monkeypatch.setattr, LARGEST, 64)
+    with pytest.raises(RuntimeError, match="no such luck"):
+        cukda.fwd(**arguments(8192))
+    assert fake.work == []
 
 
 @pytest.mark.parametrize("is_capturing", [False, True])

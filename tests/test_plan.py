@@ -137,43 +137,45 @@ def test_every_launch_is_one_that_the_gpu_can_run(gpu):
 
 
 def check_segments(segments, shape):
-    """That there are such, and that some sequence may be as long as they say."""
-    length, join_every, first_joined = segments
+    """That there are such, and that some sequence may be as long as they say. Where a first segment
+    is longer, which is by less than a tile, runs between joins are whole chunks.
+    """
+    length, join_every, first_joined, first_extra = segments
     if length == 0:
         assert segments == WHOLE, shape
         return
-    assert 64 <= length < shape.num_tokens and length % 32 == 0, shape
+    assert length >= 64 and length + first_extra < shape.num_tokens, shape
     if join_every == 0:
         assert first_joined == 0, shape
     else:
-        assert join_every > 0 and 0 < first_joined * length < shape.num_tokens, shape
+        first_run = first_joined * length + first_extra
+        assert join_every > 0 and 0 < first_run < shape.num_tokens, shape
+    assert 0 <= first_extra <= 64, shape
+    if first_extra or length % 16:
+        assert not (shape.packed and shape.num_sequences > 1), shape
+        assert join_every * length % 16 == 0, "partials begin with a chunk"
+        assert (first_joined * length + first_extra) % 16 == 0, shape
 
 
 def check_grids(launch, shape, gpu):
-    """A block of CUTS for each slot and head, and of the variant for each item; or more, so that
-    each chain, of 16 rows of a state, and each tile, of 128 tokens with wgmma and of 96 else, has a
-    group of eight warps; but no more than run at once. Tiles in runs: none where there is nothing
-    to join.
+    """A block of CUTS for each slot and head, and of the variant for each item, but no more than
+    run at once. Tiles, of 96 tokens, in runs: none where there is nothing to join.
     """
     segments = launch.segments
     assert launch.cuts_grid == (launch.num_slots * shape.num_heads if segments.length else 0)
+    assert launch.grid == min(num_items(launch, shape), gpu.num_sms), shape
     if not segments.join_every:
-        assert launch.grid == min(num_items(launch, shape), gpu.num_sms), shape
         assert launch.runs == (0, 0)
         return
     num_chains = 128 // 16 * shape.num_sequences * shape.num_heads
     num_joined = -(-launch.num_slots * shape.num_heads // segments.join_every)
-    tile_tokens = 128 if launch.variant.wgmma else 96
-    item_tiles = -(-segments.join_every * segments.length // tile_tokens)
+    item_tiles = -(-segments.join_every * segments.length // 96)
     num_tiles = num_joined * item_tiles
-    block_groups = launch.variant.num_threads // 256
-    num_blocks = max(num_items(launch, shape), -(-(num_chains + num_tiles) // block_groups))
-    assert launch.grid == min(num_blocks, gpu.num_sms), shape
-    # Runs of one length that cover an item: of one tile where the groups beside the chains then
-    # have no more than two, and else no fewer than two for each group.
+    # Runs of one length that cover an item: of one tile where the groups of eight warps beside the
+    # chains then have no more than two, and else no fewer than two for each group.
     run_tiles, item_runs = launch.runs
     assert (item_runs - 1) * run_tiles < item_tiles <= item_runs * run_tiles
-    num_groups = block_groups * gpu.num_sms
+    num_groups = launch.variant.num_threads // 256 * gpu.num_sms
     assert run_tiles == 1 or num_tiles > 2 * (num_groups - num_chains)
     assert run_tiles == 1 or run_tiles * 2 * num_groups <= num_tiles
 
@@ -186,7 +188,7 @@ def check_workspace(launch, shape):
     wanted = {
         "locals": 4 * 128 * 128 * num_joined,
         "transfers": 4 * 128 * 128 * num_joined,
-        "partials": 2 * 4 * 128 * segments.length * num_joined,
+        "partials": 2 * 4 * 128 * 16 * -(-segments.length // 16) * num_joined,
         "counts": 4 * 4 if num_states else 0,
         "ready": 4 * num_joined,
         "begins": -(-num_states // 4) * 4,  # read four at a time
@@ -237,11 +239,12 @@ def test_what_is_asked_for_is_launched(num_tokens, packed):
     """Where some sequence is longer than a segment."""
     for num_sequences, num_heads in itertools.product((1, 3, 33), (1, 2, 7)):
         shape = plan.Shape(num_sequences, num_tokens, num_heads, packed)
-        for each, length, joins in itertools.product(plan.variants(), (64, 96), JOINS):
-            segments = plan.Segments(length, *joins)
+        lengths = (64, 0), (96, 0), (72, 24)
+        for each, (length, extra), joins in itertools.product(plan.variants(), lengths, JOINS):
+            segments = plan.Segments(length, *joins)._replace(first_extra=extra)
             launch = plan.launch(each, segments, shape, H200)
             assert launch.variant == each
-            assert launch.segments == (segments if length < num_tokens else WHOLE)
+            assert launch.segments == (segments if length + extra < num_tokens else WHOLE)
             check_grids(launch, shape, H200)
             check_workspace(launch, shape)
 
@@ -442,21 +445,23 @@ def test_too_little_shared_memory_plans_the_smallest(max_shared_bytes, has_wgmma
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65, 95, 96, 97, 128, 1000])
-@pytest.mark.parametrize("segment", [64, 96])
-def test_batched_sequences_have_as_many_slots_as_segments(segment, num_tokens):
+@pytest.mark.parametrize(("segment", "extra"), [(64, 0), (96, 0), (64, 1), (72, 24)])
+def test_batched_sequences_have_as_many_slots_as_segments(segment, extra, num_tokens):
     shape = plan.Shape(3, num_tokens, 2, packed=False)
-    launch = plan.launch(plan.variants()[0], plan.Segments(segment), shape, H200)
-    assert launch.num_slots == 3 * max(1, len(range(0, num_tokens, segment)))
-    assert launch.segments.length == (segment if segment < num_tokens else 0)
+    segments = plan.Segments(segment, first_extra=extra)
+    launch = plan.launch(plan.variants()[0], segments, shape, H200)
+    assert launch.num_slots == 3 * max(1, len(range(extra, num_tokens, segment)))
+    assert launch.segments == (segments if segment + extra < num_tokens else WHOLE)
 
 
-def slots(bounds, segment):
+def slots(bounds, segment, extra):
     """Of each sequence, the first slot and the one behind the last: struct Work of
     cuda_src/work.cuh. In which order a warp's lanes of sequences come does not matter here.
     """
     if segment == 0:
         return [(n, n + 1) for n in range(len(bounds) - 1)]
-    counts = [max(1, len(range(*ends, segment))) for ends in itertools.pairwise(bounds)]
+    ends = itertools.pairwise(bounds)
+    counts = [max(1, len(range(begin + extra, end, segment))) for begin, end in ends]
     if len(counts) < 32:
         firsts = itertools.accumulate(counts, initial=0)
     else:
@@ -467,7 +472,7 @@ def slots(bounds, segment):
 def check_slots_of(launch, bounds):
     """Of the segments that the kernel makes of the launch's arguments."""
     ends = [0]
-    for first, end in slots(bounds, launch.segments.length):
+    for first, end in slots(bounds, launch.segments.length, launch.segments.first_extra):
         assert first >= ends[-1]
         ends.append(end)
     assert ends[-1] <= launch.num_slots, (launch, bounds)
@@ -542,13 +547,14 @@ def test_token_counts_that_round_alike_share_a_choice(
     chosen, segments = plan._choice(shape._replace(num_tokens=alike[-1]), gpu)
     for num_tokens, launch in zip(alike, launches, strict=True):
         assert launch.variant == chosen
-        assert launch.segments == (segments if segments.length < num_tokens else WHOLE)
+        length, extra = segments.length, segments.first_extra
+        assert launch.segments == (segments if length + extra < num_tokens else WHOLE)
         if launch.segments == WHOLE:
             assert launch.num_slots == num_sequences
         elif packed:
-            assert launch.num_slots == num_tokens // segments.length + num_sequences
+            assert launch.num_slots == num_tokens // length + num_sequences
         else:
-            assert launch.num_slots == num_sequences * len(range(0, num_tokens, segments.length))
+            assert launch.num_slots == num_sequences * len(range(extra, num_tokens, length))
 
 
 @every_gpu
