@@ -4,6 +4,7 @@ torch, CuPy and NumPy are read directly, in about a microsecond an array, and on
 has imported them; every other library through DLPack, which takes several times as long.
 """
 
+import contextlib
 import functools
 import math
 import sys
@@ -20,6 +21,7 @@ CPU = -1
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 # An address below may be the offset that torch gives for a storage without memory; none above.
 _MOST_OFFSET = 2**44
+_MOST_POINTER = 2**63
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 
@@ -81,13 +83,13 @@ def view(name: str, array: object, stream: object = None) -> Array:
     try:
         pointer, shape = tensor.data_ptr(), tensor.shape
         strides = None if tensor.is_contiguous() else tensor.stride()
-        # Of a storage without memory torch gives the offset.
-        if (
-            pointer < _MOST_OFFSET
-            and tensor.storage_offset()
-            and not tensor.untyped_storage().data_ptr()
-        ):
-            pointer = 0
+        if pointer < _MOST_OFFSET:
+            # A nested tensor has none, and a shape that is no numbers.
+            if tensor.layout is not sys.modules["torch"].strided:
+                raise RuntimeError("no data pointer")
+            # Of a storage without memory torch gives the offset.
+            if tensor.storage_offset() and not tensor.untyped_storage().data_ptr():
+                pointer = 0
     except (RuntimeError, ValueError) as error:
         # A ValueError is of a parameter that has no memory yet, nor a layout.
         if isinstance(error, RuntimeError) and tensor.layout is not sys.modules["torch"].strided:
@@ -354,12 +356,11 @@ class launch_on:
         event = cuda.Event(disable_timing=True)
         cuda.runtime.eventRecord(event.ptr, self._pointer)
         _in_use.append((event, self._kept))
-        while _in_use:
-            # Taken out to be looked at, so that two threads never look at the same one.
-            oldest = _in_use.popleft()
-            if not oldest[0].done:
-                _in_use.appendleft(oldest)
-                break
+        # Taken out to be looked at, so that two threads never look at the same one.
+        with contextlib.suppress(IndexError):
+            while (oldest := _in_use.popleft())[0].done:
+                pass
+            _in_use.appendleft(oldest)
 
     def _restore_device(self) -> None:
         if self._device != self._previous:
@@ -518,22 +519,33 @@ def _current_stream(library: str, device: int) -> int:
 
 def _stream_pointer(stream: object, device: int) -> int:
     """The pointer of a stream that the caller gave. Errors: TypeError, ValueError."""
-    if isinstance(stream, int) and not isinstance(stream, bool):
-        if stream < 0:
-            raise ValueError(f"stream: expected a pointer, got {stream}")
-        return stream
-    # CuPy's default streams belong to no device and say -1.
-    ordinal = getattr(stream, "device_index", getattr(stream, "device_id", -1))
-    if ordinal not in (-1, device):
-        expected, got = device_name(device), device_name(ordinal)
-        raise ValueError(f"stream: expected a stream of {expected}, got one of {got}")
-    if hasattr(stream, "__cuda_stream__"):
-        return stream.__cuda_stream__()[1]
-    for attribute in ("cuda_stream", "ptr"):
-        if hasattr(stream, attribute):
-            return getattr(stream, attribute)
+    pointer = stream
+    if not isinstance(stream, int):
+        # CuPy's default streams belong to no device and say -1.
+        ordinal = getattr(stream, "device_index", getattr(stream, "device_id", -1))
+        if isinstance(ordinal, int) and ordinal not in (-1, device):
+            expected, got = device_name(device), device_name(ordinal)
+            raise ValueError(f"stream: expected a stream of {expected}, got one of {got}")
+        try:
+            if hasattr(stream, "__cuda_stream__"):
+                _, pointer = stream.__cuda_stream__()
+            else:
+                # torch's before 2.9.
+                pointer = stream.cuda_stream
+        # A class, too, has such attributes; and what they do is not ours.
+        except Exception as error:
+            raise _no_stream(stream) from error
+    if not isinstance(pointer, int) or isinstance(pointer, bool):
+        raise _no_stream(stream)
+    if not 0 <= pointer < _MOST_POINTER:
+        raise ValueError(f"stream: expected a pointer, got {pointer:#x}")
+    return pointer
+
+
+def _no_stream(stream: object) -> TypeError:
+    got = f"the class {stream.__name__}" if isinstance(stream, type) else type(stream).__name__
     expected = "a pointer or an object with __cuda_stream__"
-    raise TypeError(f"stream: expected {expected}, got {type(stream).__name__}")
+    return TypeError(f"stream: expected {expected}, got {got}")
 
 
 def _wait(waiting: int, awaited: int) -> None:

@@ -343,8 +343,13 @@ def _code(source: str) -> str:
 
 
 def _options(defines: Defines) -> tuple[str, ...]:
+    folder = str(source_dir())
+    try:
+        folder.encode()
+    except UnicodeEncodeError as error:
+        raise RuntimeError(f"cukda: NVRTC takes no folder that is not UTF-8: {folder!a}") from error
     return (
-        f"-I{source_dir()}",
+        f"-I{folder}",
         "-std=c++17",
         f"-DCUKDA_DIGEST={source_digest()}",
         *(f"-D{name}={value}" for name, value in defines),

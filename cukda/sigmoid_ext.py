@@ -106,14 +106,21 @@ def _check_output(target: arrays.Array, source: arrays.Array, dtype: str) -> Non
         raise ValueError(f"out: expected x or no memory of x's, got a start {distance} bytes off")
 
 
+def _flat(array: arrays.Array) -> arrays.Array:
+    """A contiguous array's memory in one dimension: NumPy has no more than 64."""
+    if array.library == "numpy":
+        return array
+    return dataclasses.replace(array, shape=(array.size,), strides=None)
+
+
 def _compute(source: arrays.Array, target: arrays.Array, stream) -> None:
     if source.size == 0:
         return
     if source.device == arrays.CPU:
         # NaN, inf and what underflows are values like others here.
         with np.errstate(all="ignore"):
-            values = arrays.to_numpy(source).astype(np.float32)
-            arrays.to_numpy(target)[...] = reference.sigmoid(values)
+            values = arrays.to_numpy(_flat(source)).astype(np.float32)
+            arrays.to_numpy(_flat(target))[...] = reference.sigmoid(values)
         return
     variant = _VARIANTS[source.dtype, target.dtype]
     block_size = _NUM_THREADS * _VECTORS * (_VECTOR_BYTES // _item_bytes(source))

@@ -127,6 +127,9 @@ def test_view_refuses_what_is_no_array(wrong):
 def test_view_refuses_tensors_without_plain_memory():
     with pytest.raises(TypeError, match=r"^q: expected a strided tensor, got layout torch.sparse"):
         arrays.view("q", torch.eye(3).to_sparse())
+    ragged = torch.nested.nested_tensor([torch.ones(3, 2), torch.ones(4, 2)], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"^q: expected a strided tensor, got layout torch.jagged"):
+        arrays.view("q", ragged)
     with pytest.raises(ValueError, match="^q: expected a CPU or CUDA device, got meta$"):
         arrays.view("q", torch.empty(3, device="meta"))
     negated = torch.zeros(3, dtype=torch.complex64).conj().imag

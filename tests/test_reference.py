@@ -169,6 +169,18 @@ def test_empty_sequences(state_dtype):
         np.testing.assert_array_equal(case["initial_state"][empty].astype(np.float32), want)
 
 
+@pytest.mark.parametrize(
+    "shape", [(1, 100_000, 0, 128), (2**40, 0, 0, 128), (0, 0, 2**50, 128), (2**31 - 1, 0, 1, 128)]
+)
+def test_shapes_of_nothing_take_no_time_and_no_memory(shape):
+    torch = pytest.importorskip("torch")
+    q, out = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(2))
+    beta = torch.empty(shape[:3], dtype=torch.bfloat16)
+    start = time.perf_counter()
+    assert cukda.fwd(q, q, q, q, beta, out=out) is out
+    assert time.perf_counter() - start < 0.5
+
+
 def test_nothing_but_empty_sequences():
     case = packed([0, 0, 0], pad=5)
     out, state = run(case)
@@ -315,6 +327,13 @@ def test_sigmoid():
     assert got[1:4].tolist() == [1.0, 0.0, 0.5]
     np.testing.assert_allclose(got[4:6], [0.7310585786, 0.2689414214], rtol=3e-7)
     assert got[6:].tolist() == [1.0, 0.0, 0.5]
+
+
+def test_sigmoid_of_more_dimensions_than_numpy_has():
+    torch = pytest.importorskip("torch")
+    x = torch.zeros([1] * 65, dtype=torch.bfloat16)
+    for y in cukda.sigmoid(x), cukda.sigmoid_ext.sigmoid_tanh_fp32(x):
+        assert y.shape == x.shape and y.flatten().tolist() == [0.5]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Streams, devices and lifetimes in `cukda.arrays`, with a fake CUDA that writes down its calls."""
 
+import collections
 import gc
 import sys
 import types
@@ -205,6 +206,20 @@ def test_launch_keeps_other_memory_until_the_work_is_done(cuda, library, stream)
     assert not arrays._in_use
 
 
+def test_another_thread_may_let_go_of_the_last(cuda):
+    """Between a look at what is in use and taking it out."""
+
+    class Taken(collections.deque):
+        def popleft(self):
+            self.clear()
+            return super().popleft()
+
+    arrays._in_use = Taken()
+    with arrays.launch_on([array(library="dlpack")], 33):
+        pass
+    assert not arrays._in_use
+
+
 def test_launch_queries_no_event_while_capturing(cuda):
     cuda.capturing = {33}
     for library in ("cupy", "dlpack"):
@@ -223,6 +238,11 @@ def test_launch_failure_joins_nothing_more(cuda, fake_torch):
     assert not arrays._in_use
 
 
+class WithStream:
+    def __cuda_stream__(self):
+        return 0, 77
+
+
 @pytest.mark.parametrize(
     "stream, pointer",
     [
@@ -230,7 +250,8 @@ def test_launch_failure_joins_nothing_more(cuda, fake_torch):
         (77, 77),
         (types.SimpleNamespace(__cuda_stream__=lambda: (0, 77)), 77),
         (types.SimpleNamespace(cuda_stream=77, device_index=1), 77),
-        (types.SimpleNamespace(ptr=77, device_id=-1), 77),
+        (WithStream(), 77),
+        (types.SimpleNamespace(__cuda_stream__=lambda: (0, 77), device_id=-1), 77),
     ],
 )
 def test_stream_of_every_kind(cuda, stream, pointer):
@@ -241,9 +262,31 @@ def test_stream_of_every_kind(cuda, stream, pointer):
 @pytest.mark.parametrize(
     "stream, error, message",
     [
-        (-1, ValueError, "^stream: expected a pointer, got -1"),
+        (-1, ValueError, "^stream: expected a pointer, got -0x1"),
+        (2**63, ValueError, "^stream: expected a pointer, got 0x8000000000000000"),
+        (
+            types.SimpleNamespace(__cuda_stream__=lambda: (0, -1)),
+            ValueError,
+            "^stream: expected a pointer, got -0x1",
+        ),
         (True, TypeError, "^stream: expected a pointer or an object with .*, got bool"),
         ("default", TypeError, "^stream: expected a pointer or an object with .*, got str"),
+        (WithStream, TypeError, "^stream: expected a pointer .*, got the class WithStream"),
+        (
+            types.SimpleNamespace(__cuda_stream__=lambda: None),
+            TypeError,
+            "^stream: expected a pointer or an object with .*, got SimpleNamespace",
+        ),
+        (
+            types.SimpleNamespace(cuda_stream=None),
+            TypeError,
+            "^stream: expected a pointer or an object with .*, got SimpleNamespace",
+        ),
+        (
+            types.SimpleNamespace(ptr=0x7F00),
+            TypeError,
+            "^stream: expected a pointer or an object with .*, got SimpleNamespace",
+        ),
         (
             types.SimpleNamespace(cuda_stream=77, device_index=0),
             ValueError,
