@@ -5,7 +5,6 @@
 #include "ptx.cuh"
 #include "tile.cuh"
 
-constexpr int head_dim = 128;   // K = V
 constexpr int chunk = 16;       // tokens
 constexpr int v_rows = V_ROWS;  // rows of the state that this block owns
 

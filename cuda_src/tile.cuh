@@ -16,6 +16,7 @@
 
 #include "ptx.cuh"
 
+constexpr int head_dim = 128;  // K = V
 constexpr int core_bytes = 128;
 constexpr bool use_wgmma = WGMMA;
 

@@ -18,6 +18,8 @@ from cukda import dlpack
 from cukda.jit import import_cupy, no_usable_gpu
 
 CPU = -1
+# What strides a kernel takes: row-major without gaps; any, but along the last axis; any.
+CONTIGUOUS, ROWS, ANY = "contiguous", "rows", "any"
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 # An address below may be the offset that torch gives for a storage without memory; none above.
 _MOST_OFFSET = 2**44
@@ -154,10 +156,12 @@ def check(
     device: int,
     alignment: int = 1,
     written: bool = False,
+    strides: str = CONTIGUOUS,
 ) -> None:
-    """Refuse an array that a kernel could not take as it is. alignment is in bytes.
+    """Refuse an array that a kernel could not take as it is. alignment is in bytes, of the array
+    and of each row, where strides may be those of rows apart.
 
-    Errors: TypeError (dtype), then ValueError (shape, device, contiguity, no memory, alignment,
+    Errors: TypeError (dtype), then ValueError (shape, device, strides, no memory, alignment,
     read-only when written), as `name: expected X, got Y`, strides in elements.
     """
     if array.dtype not in dtypes:
@@ -167,10 +171,8 @@ def check(
     if array.device != device:
         expected, got = device_name(device), device_name(array.device)
         raise ValueError(f"{array.name}: expected device {expected}, got {got}")
-    strides = array.strides
-    if strides is not None and not _is_contiguous(shape, strides):
-        got = f"strides {strides}, in elements, for shape {tuple(shape)}"
-        raise ValueError(f"{array.name}: expected a contiguous array, got {got}")
+    if array.strides is not None and not _is_contiguous(shape, array.strides):
+        _check_strides(array, strides, alignment, written)
     pointer = array.pointer
     if not pointer:
         _refuse_null(array)
@@ -179,6 +181,44 @@ def check(
         raise ValueError(f"{array.name}: expected an address divisible by {alignment}, got {got}")
     if written and not array.writable:
         raise ValueError(f"{array.name}: expected a writable array, got a read-only one")
+
+
+def _check_strides(array: Array, allowed: str, alignment: int, written: bool) -> None:
+    """Of an array that is not contiguous. What is written may have no element twice."""
+    got = f"strides {array.strides}, in elements, for shape {tuple(array.shape)}"
+    if allowed == CONTIGUOUS:
+        raise ValueError(f"{array.name}: expected a contiguous array, got {got}")
+    axes = list(zip(array.strides, array.shape, strict=True))
+    if allowed == ROWS:
+        *outer, (stride, n) = axes
+        if n != 1 and stride != 1:
+            raise ValueError(f"{array.name}: expected a contiguous last axis, got {got}")
+        item_bytes = _ITEM_BYTES[array.dtype]
+        if any(n != 1 and stride * item_bytes % alignment for stride, n in outer):
+            expected = f"rows at multiples of {alignment} bytes"
+            raise ValueError(f"{array.name}: expected {expected}, got {got}")
+    if written:
+        size = 1  # of the axes with smaller strides
+        for stride, n in sorted((abs(stride), n) for stride, n in axes if n != 1):
+            if stride < size:
+                expected = "rows side by side, no element twice"
+                raise ValueError(f"{array.name}: expected {expected}, got {got}")
+            size += stride * (n - 1)
+
+
+def strides_of(array: Array) -> tuple[int, ...]:
+    """In elements."""
+    return _row_major(tuple(array.shape)) if array.strides is None else array.strides
+
+
+def span(array: Array) -> tuple[int, int]:
+    """Where the memory between an array's first and last element begins and ends."""
+    if array.size == 0:
+        return array.pointer, array.pointer
+    steps = [stride * (n - 1) for stride, n in zip(strides_of(array), array.shape, strict=True)]
+    item_bytes = _ITEM_BYTES[array.dtype]
+    first = array.pointer + item_bytes * sum(step for step in steps if step < 0)
+    return first, array.pointer + item_bytes * (1 + sum(step for step in steps if step > 0))
 
 
 def real(name: str, value: object) -> float:

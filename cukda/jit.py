@@ -48,7 +48,7 @@ class _Arguments(threading.local):
     """
 
     def __init__(self):
-        buffer, size = ctypes.create_string_buffer(256), ctypes.c_size_t()
+        buffer, size = ctypes.create_string_buffer(512), ctypes.c_size_t()
         buffer_pointer, buffer_size, end = 1, 2, 0  # CU_LAUNCH_PARAM_...
         self._table = (ctypes.c_void_p * 5)(
             buffer_pointer,

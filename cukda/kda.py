@@ -131,9 +131,7 @@ def _checked(
     check(g, _BF16, shape, device, plan.ROW_ALIGNMENT)
     beta = view("beta", beta, stream)
     check(beta, _BF16, (batch, num_tokens, num_heads), device, 2)
-    scale = 1 / math.sqrt(head_dim) if scale is None else arrays.real("scale", scale)
-    if not abs(scale) <= _MAX_FLOAT32:
-        raise ValueError(f"scale: expected a finite number in float32's range, got {scale}")
+    scale = checked_scale(scale)
     if out is None and q.library == "dlpack":
         # What another library makes is looked at like what the caller gives.
         out = arrays.empty_like(q, stream)
@@ -146,14 +144,8 @@ def _checked(
         check(A_log, _FP32, (num_heads,), device, 4)
     if dt_bias is not None:
         dt_bias = view("dt_bias", dt_bias, stream)
-        by_head, flat = (num_heads, head_dim), (num_heads * head_dim,)
-        if dt_bias.dtype in _FP32 and dt_bias.shape not in (by_head, flat):
-            got = tuple(dt_bias.shape)
-            raise ValueError(f"dt_bias: expected shape {by_head} or {flat}, got {got}")
-        check(dt_bias, _FP32, dt_bias.shape, device, 4)
-    lower_bound = arrays.real("lower_bound", lower_bound)
-    if not _LOWEST_BOUND <= lower_bound <= 0:
-        raise ValueError(f"lower_bound: expected a number in [-5, 0], got {lower_bound}")
+        check_dt_bias(dt_bias, num_heads, device)
+    lower_bound = checked_lower_bound(lower_bound)
 
     # N, which the states' shapes hang on, comes from the last argument.
     num_sequences = batch
@@ -190,6 +182,29 @@ def _checked(
         cu_seqlens, num_sequences,
     )  # fmt: skip
     return call, result
+
+
+def checked_scale(scale) -> float:
+    """Of `fwd`, or its default."""
+    scale = 1 / math.sqrt(plan.HEAD_DIM) if scale is None else arrays.real("scale", scale)
+    if not abs(scale) <= _MAX_FLOAT32:
+        raise ValueError(f"scale: expected a finite number in float32's range, got {scale}")
+    return scale
+
+
+def check_dt_bias(dt_bias: arrays.Array, num_heads: int, device: int) -> None:
+    by_head, flat = (num_heads, plan.HEAD_DIM), (num_heads * plan.HEAD_DIM,)
+    if dt_bias.dtype in _FP32 and dt_bias.shape not in (by_head, flat):
+        got = tuple(dt_bias.shape)
+        raise ValueError(f"dt_bias: expected shape {by_head} or {flat}, got {got}")
+    arrays.check(dt_bias, _FP32, dt_bias.shape, device, 4)
+
+
+def checked_lower_bound(lower_bound) -> float:
+    lower_bound = arrays.real("lower_bound", lower_bound)
+    if not _LOWEST_BOUND <= lower_bound <= 0:
+        raise ValueError(f"lower_bound: expected a number in [-5, 0], got {lower_bound}")
+    return lower_bound
 
 
 def _check_num_states(name: str, num_sequences: int, num_heads: int) -> None:

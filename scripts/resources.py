@@ -11,7 +11,7 @@ import re
 import sys
 import time
 
-from cukda import jit, plan, sigmoid_ext
+from cukda import decode, jit, plan, sigmoid_ext
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 COLUMNS = ("kernel", "arch", "registers", "spill bytes", "stack", "static + dynamic shared", "s")
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     architectures = parser.parse_args(arguments).arch
 
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-    for variant in (*plan.variants(), plan.CUTS, *sigmoid_ext.VARIANTS):
+    for variant in (*plan.variants(), plan.CUTS, *decode.VARIANTS, *sigmoid_ext.VARIANTS):
         # What a helper is compiled with says nothing of it.
         defines = {} if isinstance(variant, plan.Helper) else dict(variant.defines)
         needs_hopper = defines.get("WGMMA")

@@ -8,6 +8,7 @@ clean, or did not run. Needs a GPU, CuPy and compute-sanitizer (of the CUDA tool
 
 import argparse
 import concurrent.futures
+import itertools
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import decoding  # noqa: E402
 import inputs  # noqa: E402
 
 from cukda import jit, plan  # noqa: E402
@@ -60,8 +62,8 @@ def _described(segments: plan.Segments) -> str:
 
 
 def names() -> list[str]:
-    """What a run may be of: the kernels, and the sigmoid with all of its variants."""
-    return [*kernels(), "sigmoid"]
+    """What a run may be of: the kernels, and step and the sigmoid with all of their variants."""
+    return [*kernels(), "step", "sigmoid"]
 
 
 def problem() -> dict:
@@ -100,6 +102,16 @@ def compute(name: str) -> None:
             for given, out in (x, cupy.empty_like(x)), (x[3:], cupy.empty_like(x)[1:-2]):
                 cukda.sigmoid(given, out)
                 cukda.sigmoid_ext.sigmoid_tanh_fp32(given)
+    elif name == "step":
+        for state, num_tokens in itertools.product(("float32", "bfloat16"), (1, 6, 16)):
+            case = decoding.make(3, num_tokens, 2, state=state)
+            case["state_indices"][1] = -1
+            # Rows that begin a byte pair off 16 bytes, and every second head.
+            for token in inputs.TOKENS[:4]:
+                wide = np.zeros((*case[token].shape[:2], 4, 136), inputs.BF16)
+                wide[:, :, ::2, 1:129] = case[token]
+                case[token] = cupy.asarray(wide)[:, :, ::2, 1:129]
+            cukda.step(**hardware.upload(case))
     else:
         variant, segments = kernels()[name]
         gpu = jit.gpu()

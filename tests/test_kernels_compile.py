@@ -8,7 +8,7 @@ import time
 import pytest
 import resources
 
-from cukda import jit, plan, sigmoid_ext
+from cukda import decode, jit, plan, sigmoid_ext
 
 # The most shared memory that a block may have: CUDA C++ Programming Guide, compute capabilities.
 SHARED_BYTES = {
@@ -26,7 +26,7 @@ REGISTER_UNIT = 8
 MAX_SECONDS = 10
 
 HELPERS = (plan.CUTS,)
-VARIANTS = (*plan.variants(), *HELPERS, *sigmoid_ext.VARIANTS)
+VARIANTS = (*plan.variants(), *HELPERS, *sigmoid_ext.VARIANTS, *decode.VARIANTS)
 # wgmma is an instruction of Hopper's alone.
 COMPILED = [
     (variant, arch)

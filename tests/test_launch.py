@@ -17,7 +17,7 @@ import pytest
 from test_jit import CUDARuntimeError, FakeCuPy
 
 import cukda
-from cukda import arrays, jit, kda, plan, sigmoid_ext
+from cukda import arrays, decode, jit, kda, plan, sigmoid_ext
 
 H200 = plan.Gpu(132, 227 * 1024, has_wgmma=True)
 STREAM = 0x5EED
@@ -114,6 +114,19 @@ def test_layout_is_that_of_the_binary(variant, layout, arch):
     compiled = jit.compile(variant.source, variant.defines, arch)
     assert parameters_of(compiled.cubin, variant.entry) == parameters_in(layout)
     assert layout.size == sum(parameters_in(layout)[-1])
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("variant", decode.VARIANTS, ids=lambda variant: str(variant.defines[1]))
+def test_layout_of_step_is_that_of_the_binary(variant, arch):
+    """Whose rows are structs: a pointer and strides."""
+    compiled = jit.compile(variant.source, variant.defines, arch)
+    fields = decode._FIELDS
+    starts = [struct.calcsize("@" + "".join(fields[:i]) + "0" + fields[i][0]) for i in range(15)]
+    sizes = [struct.calcsize("@" + field) for field in fields]
+    want = list(zip(starts, sizes, strict=True))
+    assert parameters_of(compiled.cubin, variant.entry) == want
+    assert decode._PARAMETERS.size == sum(want[-1])
 
 
 @pytest.mark.parametrize("kernel", [WGMMA, SMALLEST, plan.CUTS], ids=str)

@@ -132,4 +132,4 @@ def test_import_brings_in_no_gpu_library_and_makes_nothing(tmp_path):
 def test_public_names():
     import cukda
 
-    assert set(cukda.__all__) == {"fwd", "sigmoid", "sigmoid_ext"}
+    assert set(cukda.__all__) == {"fwd", "sigmoid", "sigmoid_ext", "step"}

@@ -123,7 +123,7 @@ def test_every_variant_runs_whole_and_cut_and_joined():
         "segment=64 join_every=1",
         "segment=64 join_every=2",
     ]
-    assert sanitize.names() == [*sanitize.kernels(), "sigmoid"]
+    assert sanitize.names() == [*sanitize.kernels(), "step", "sigmoid"]
 
 
 @pytest.fixture
