@@ -56,9 +56,10 @@ _TOKEN_CYCLES = {
     (False, 64): 139,
     (False, 32): 136,
 }
-# ... and that pass before a block's first item, and for each item, whatever its length.
+# ... and that pass before a block's first item, and for it and each later one, whatever its length.
 _START_CYCLES = 8_600
 _ITEM_CYCLES = 6_600
+_LATER_ITEM_CYCLES = 4_000
 # ... for CUTS, for joins where there is something to join, and for a step of a chain.
 _CUTS_CYCLES = 10_500
 _JOIN_CYCLES = 11_900
@@ -473,7 +474,8 @@ def _cycles_of(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> 
 
 def _cycles(variant: Variant, num_rounds: float, length: float) -> float:
     """Of a multiprocessor that works on so many items of that length."""
-    return _START_CYCLES + num_rounds * (_ITEM_CYCLES + length * variant.token_cycles)
+    items = _ITEM_CYCLES + (num_rounds - 1) * _LATER_ITEM_CYCLES
+    return _START_CYCLES + items + num_rounds * length * variant.token_cycles
 
 
 def _num_slots(segments: Segments, shape: Shape) -> int:
