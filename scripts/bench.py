@@ -45,6 +45,8 @@ BF16_ROUNDING = 1.66e-3
 # Processes timed after the one that compiles.
 NUM_STARTS = 3
 SIGMOID_GIB = 1
+# Sequences and heads of a step.
+DECODE = ((1, 4), (1, 32), (8, 32), (64, 32), (256, 32), (1024, 32))
 # Packed, so with cu_seqlens; of four heads.
 TINY_SHAPE = [8, 8]
 # What a new process does to have a result; it prints the clock then.
@@ -93,16 +95,19 @@ def run(names: list[str], cases: dict, check: bool, result: dict) -> None:
 
 
 def run_extras(result: dict) -> None:
-    """Measure what is no case: how soon a new process has a result, what a call costs the host, and
-    the sigmoid.
+    """Measure what is no case: how soon a new process has a result, what a call costs the host, the
+    sigmoid, and a token of many sequences.
 
-    Fills result["start_s"], result["host_us"] and result["sigmoid"].
+    Fills result["start_s"], result["host_us"], result["sigmoid"] and result["decode"].
     """
     cold, *warm = _start_seconds(1 + NUM_STARTS)
     result["start_s"] = {"cold": round(cold, 2), "warm": round(statistics.median(warm), 2)}
     best, median = _tiny_host_us()
     result["host_us"] = {"best": round(best, 2), "median": round(median, 2)}
     result["sigmoid"] = {"ms": round(_sigmoid_ms(), 4), "gib": SIGMOID_GIB}
+    result["decode"] = [
+        {"sequences": n, "heads": heads, "ms": round(_step_ms(n, heads), 5)} for n, heads in DECODE
+    ]
 
 
 def _start_seconds(count: int) -> list[float]:
@@ -179,6 +184,28 @@ def _measure(name: str, case, torch, check: bool, result: dict) -> None:
             result["live"][peer][name] = _peer_ms(make, data, want, heads, torch)
         except Exception as error:
             result["live"][peer][name] = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+
+
+def _step_ms(num_sequences: int, heads: int) -> float:
+    """Median device time of cukda.step for a token of each sequence, float32 states."""
+    import cupy
+
+    import cukda
+
+    case = _inputs([1] * num_sequences, heads, "rand", "float32")
+    tokens = {
+        name: case[name].reshape(num_sequences, 1, *case[name].shape[2:])
+        for name in ("q", "k", "v", "g", "beta")
+    }
+    state = {
+        "state": case["initial_state"],
+        "state_indices": cupy.arange(num_sequences, dtype="i4"),
+    }
+    outputs = {"out": cupy.empty_like(tokens["q"])}
+    data = tokens | state | {name: case[name] for name in ("A_log", "dt_bias")}
+    # CuPy arrays, so captured on CuPy's stream.
+    calls = [functools.partial(cukda.step, **x, **outputs) for x in (data, *_copies(data, outputs))]
+    return _device_ms(calls, None)
 
 
 def _inputs(seq_lens, heads: int, gate: str, state: str) -> dict:

@@ -12,6 +12,8 @@ A result, as bench.py makes it and gpu_record.py keeps it, is a dict:
     host_us        {best, median}: microseconds that a call of next to no work keeps the host, in
                    the fastest row of calls and in the median; may be missing
     sigmoid        {ms, gib}: device time, size of the float32 input; may be missing
+    decode         [{sequences, heads, ms}]: device time of a step of one token, float32 states; may
+                   be missing
 """
 
 import json
@@ -162,7 +164,26 @@ def extras(result: dict) -> list[str]:
             f"The float32 sigmoid of {sigmoid['gib']} GiB takes {sigmoid['ms']:.3f} ms; a copy "
             f"would take {copy_ms:.3f} ms."
         )
+    if decode := result.get("decode"):
+        rows = [
+            [
+                f"{row['sequences']} x {row['heads']}",
+                f"{1e3 * row['ms']:.1f}",
+                f"{_decode_bytes(row) / row['ms'] / 1e9 / result['copy_tb_per_s']:.0%}",
+            ]
+            for row in decode
+        ]
+        sentences.append(
+            "A step of one token, `cukda.step` with float32 states; the share is of what a copy of "
+            "as many bytes as the states have, read and written, would move in that time:"
+        )
+        sentences.append(_markdown(["sequences x heads", "µs", "share"], rows))
     return sentences
+
+
+def _decode_bytes(row: dict) -> int:
+    """Of float32 states, read and written."""
+    return 2 * 4 * HEAD_DIM**2 * row["sequences"] * row["heads"]
 
 
 def plot(result: dict, cases: dict[str, Case], path: Path) -> None:

@@ -93,6 +93,8 @@ def test_extras(result):
     assert figures.extras(result) == []
     result |= {"start_s": {"cold": 1.8, "warm": 0.9}, "host_us": {"best": 31.4, "median": 40.6}}
     result |= {"sigmoid": {"ms": 0.6, "gib": 1}}
+    # 2 * 64 KiB * 8192 at 4.24 TB/s are 253 us.
+    result |= {"decode": [{"sequences": 256, "heads": 32, "ms": 0.3}]}
     assert figures.extras(result) == [
         "A new process has its first result 1.80 s after Python starts when it compiles, and after "
         "0.90 s when the binary is in the cache.",
@@ -100,6 +102,9 @@ def test_extras(result):
         "host 31 µs, as timeit measures it, and 41 µs in the median on this host.",
         # 2 * 2**30 bytes at 4.24 TB/s.
         "The float32 sigmoid of 1 GiB takes 0.600 ms; a copy would take 0.506 ms.",
+        "A step of one token, `cukda.step` with float32 states; the share is of what a copy of "
+        "as many bytes as the states have, read and written, would move in that time:",
+        "| sequences x heads | µs | share |\n| --- | ---: | ---: |\n| 256 x 32 | 300.0 | 84% |",
     ]
 
 
