@@ -1,7 +1,8 @@
 """Any caller's array -> pointer, shape, strides, dtype, device; and the stream to launch on.
 
 torch, CuPy and NumPy are read directly, in about a microsecond an array, and only if the caller
-has imported them; every other library through DLPack, which takes several times as long.
+has imported them; every other library through DLPack, which takes several times as long, or through
+`__cuda_array_interface__` where it has no DLPack.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cukda import dlpack
+from cukda import cuda_array_interface, dlpack
 from cukda.jit import import_cupy, no_usable_gpu
 
 CPU = -1
@@ -24,6 +25,9 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 # An address below may be the offset that torch gives for a storage without memory; none above.
 _MOST_OFFSET = 2**44
 _MOST_POINTER = 2**63
+
+# Libraries that have no current stream that we know, and whose memory we hold while it is in use.
+_LENDERS = ("dlpack", "jax", "cuda_array_interface")
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 
@@ -50,9 +54,10 @@ class Array:
     strides: tuple[int, ...] | None  # in elements; None is row-major without gaps
     dtype: str  # "bfloat16", "float16", "float32", "int64", ...
     device: int  # CUDA ordinal, or CPU
-    library: str  # "torch", "cupy", "numpy" or "dlpack"
+    library: str  # "torch", "cupy", "numpy", "jax", "dlpack" or "cuda_array_interface"
     writable: bool
-    owner: object  # what keeps the memory alive: the caller's array, or a dlpack.Loan
+    # What keeps the memory alive: the caller's array, a dlpack.Loan, a cuda_array_interface.Export.
+    owner: object
 
     @property
     def size(self) -> int:
@@ -70,8 +75,8 @@ def view(name: str, array: object, stream: object = None) -> Array:
 
     stream: as in launch_on; a DLPack producer on a GPU is told that its memory will be used there.
     Errors: TypeError (no array, or none with plain strided memory), ValueError (a device that is
-    neither CPU nor CUDA, strides that are no multiple of the element size), ImportError (a DLPack
-    array on a GPU, and no CuPy).
+    neither CPU nor CUDA, strides that are no multiple of the element size), ImportError (another
+    library's array on a GPU, and no CuPy).
     """
     if type(array) not in _torch_types:
         return _view_other(name, array, stream)
@@ -136,6 +141,8 @@ def _view_other(name: str, array: object, stream: object) -> Array:
         return Array(name, pointer, array.shape, strides, dtype, CPU, "numpy", writable, array)
     if dlpack.is_producer(name, array):
         return _view_dlpack(name, array, stream)
+    if cuda_array_interface.is_producer(name, array):
+        return _view_cuda_array_interface(name, array)
     raise TypeError(
         f"{name}: expected an array (torch, CuPy, NumPy or DLPack), got {kind.__name__}"
     )
@@ -259,17 +266,18 @@ def real(name: str, value: object) -> float:
 
 
 def empty_like(array: Array, stream: object = None) -> object:
-    """A new contiguous array of array's shape, dtype and device, in the caller's library.
+    """A new contiguous array of array's shape, dtype and device, in the caller's library; for JAX,
+    whose arrays nobody may write, in CuPy or NumPy: hand_over makes it JAX's afterwards.
 
     stream: as in launch_on. The memory comes from the library's current stream, so a stream given
     here first waits for that one.
     Errors: ValueError that names `out` when a DLPack library has no array API to allocate with, and
     that or TypeError when it allocates another array; what it raises itself comes out as it is.
     """
-    if array.library == "numpy":
+    if array.library == "numpy" or (array.library == "jax" and array.device == CPU):
         return np.empty(array.shape, _numpy_dtype(array.dtype))
-    if array.library == "dlpack":
-        return _empty_dlpack(array, stream)
+    if array.library in ("dlpack", "cuda_array_interface"):
+        return _empty_by_array_api(array, stream)
     if array.library == "torch":
         torch = sys.modules["torch"]
         dtype = getattr(torch, array.dtype)
@@ -283,6 +291,28 @@ def empty_like(array: Array, stream: object = None) -> object:
         with import_cupy().cuda.Device(array.device):
             _wait_before(pointer, {_current_stream(array.library, array.device)} - {pointer})
     return new
+
+
+def hand_over(new: object, array: Array, stream: object = None) -> object:
+    """What empty_like made, in array's library, once the work that fills it has been launched.
+
+    stream: as in launch_on. What reads the result in JAX waits for CuPy's current stream, and that
+    one for a stream given here.
+    """
+    if array.library != "jax":
+        return new
+    library = sys.modules["jax"].numpy
+    if array.device == CPU:
+        return library.asarray(new, device=array.owner.producer.device)
+    if not array.size:
+        return library.empty(new.shape, new.dtype, device=array.owner.producer.device)
+    with import_cupy().cuda.Device(array.device):
+        if stream is not None:
+            pointer = _stream_pointer(stream, array.device)
+            current = _current_stream(array.library, array.device)
+            if current != pointer:
+                _wait(current, pointer)
+        return library.from_dlpack(new)
 
 
 def to_numpy(array: Array) -> np.ndarray:
@@ -306,6 +336,7 @@ class launch_on:
     others. When other arrays' libraries have another current stream, ours waits for it before, and
     it for ours after. A stream given instead is used as it is, and its order against the current
     streams is the caller's: a pointer, a torch or CuPy stream, anything with `__cuda_stream__`.
+    A stream that a `__cuda_array_interface__` names is waited for, and waits, in either case.
 
     Nothing waits on the host, and memory that the caller drops right afterwards stays valid until
     the work is done. torch and CuPy arrays on their own current stream cost no event, so that a
@@ -366,7 +397,6 @@ class launch_on:
         if stream is None:
             self._pointer = current[first]
             self._others = set(current.values()) - {self._pointer}
-            _wait_before(self._pointer, self._others)
         else:
             self._pointer = _stream_pointer(stream, device)
             if current.get("torch", self._pointer) != self._pointer:
@@ -374,8 +404,13 @@ class launch_on:
             # CuPy's pool hands freed memory out again on its own stream.
             if current.get("cupy", self._pointer) != self._pointer:
                 self._kept = [array.owner for array in self._arrays if array.library == "cupy"]
-        if "dlpack" in libraries:
-            self._kept += [array.owner for array in self._arrays if array.library == "dlpack"]
+        if not libraries.isdisjoint(_LENDERS):
+            lent = [array.owner for array in self._arrays if array.library in _LENDERS]
+            self._kept += lent
+            # A stream that the memory is in use on. DLPack has been told of ours.
+            used = {getattr(owner, "stream", None) for owner in lent}
+            self._others |= used - {None, self._pointer}
+        _wait_before(self._pointer, self._others)
 
     def _record_stream(self) -> None:
         """Tell torch's allocator that the tensors are in use on a stream that is not theirs."""
@@ -514,7 +549,30 @@ def _view_dlpack(name: str, producer: object, stream: object) -> Array:
             raise no_usable_gpu(error) from error
     device = CPU if ordinal is None else ordinal
     memory = (loan.pointer, loan.shape, loan.strides, loan.dtype)
+    # JAX does not mark its arrays as read-only, but takes for granted that nobody writes them.
+    if _is_kind_of(type(producer), "jax", "Array"):
+        return Array(name, *memory, device, "jax", False, loan)
     return Array(name, *memory, device, "dlpack", loan.writable, loan)
+
+
+def _view_cuda_array_interface(name: str, producer: object) -> Array:
+    export = cuda_array_interface.Export(name, producer)
+    pointer, strides = export.pointer, export.strides
+    if strides is not None:
+        strides = _in_elements(name, strides, export.dtype.itemsize)
+    runtime = import_cupy().cuda.runtime
+    try:
+        # An empty array may have no address, which is on any device.
+        device = runtime.getDevice()
+        if pointer:
+            attributes = runtime.pointerGetAttributes(pointer)
+            if attributes.type == runtime.memoryTypeUnregistered:
+                raise ValueError(f"{name}: expected memory of a CUDA device, got {pointer:#x}")
+            device = attributes.device
+    except runtime.CUDARuntimeError as error:
+        raise no_usable_gpu(error) from error
+    memory = (pointer, export.shape, strides, _dtype_name(export.dtype), device)
+    return Array(name, *memory, "cuda_array_interface", export.writable, export)
 
 
 def _refuse_null(array: Array) -> None:
@@ -533,7 +591,7 @@ def _no_float(name: str, value: object, error: Exception) -> Exception:
     return TypeError(f"{name}: expected a real number, got {got}")
 
 
-def _empty_dlpack(array: Array, stream: object) -> object:
+def _empty_by_array_api(array: Array, stream: object) -> object:
     producer = array.owner.producer
     try:
         library = producer.__array_namespace__()
@@ -637,6 +695,10 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def _numpy_dtype(name: str) -> np.dtype:
+    # Names that NumPy has given up raise AttributeError.
+    with contextlib.suppress(TypeError, AttributeError):
+        return np.dtype(name)
+    # Not before: torch's callers on a GPU may be without it.
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))
@@ -646,7 +708,6 @@ def _is_known(dtype: str) -> bool:
     """Whether NumPy or ml_dtypes has such a dtype; DLPack names others too."""
     try:
         _numpy_dtype(dtype)
-    # Names that NumPy has given up raise AttributeError.
     except (TypeError, AttributeError):
         return False
     return True

@@ -127,7 +127,7 @@ def step(
         expected = f"a state for each of {num_sequences} sequences"
         raise ValueError(f"state: expected {expected}, or state_indices, got {num_slots}")
     scale = kda.checked_scale(scale)
-    result = out
+    given = out
     if out is not None:
         out = rows("out", out, written=True)
     if A_log is not None:
@@ -139,20 +139,19 @@ def step(
     lower_bound = kda.checked_lower_bound(lower_bound)
     inputs = (q, k, v, g, beta, A_log, dt_bias, state_indices)
     _refuse_overlap(state, inputs)
-    if out is None:
+    if given is None:
         result = arrays.empty_like(q, stream)
         out = view("out", result, stream)
         check(out, _BF16, shape, device, 2)
     else:
         _refuse_overlap(out, (*inputs, state))
     call = _Call(q, k, v, g, beta, state, state_indices, scale, out, A_log, dt_bias, lower_bound)
-    if num_sequences * num_heads == 0:
-        return result
-    if device == arrays.CPU:
-        _compute_on_cpu(call)
-    else:
-        _launch(call, stream)
-    return result
+    if num_sequences * num_heads:
+        if device == arrays.CPU:
+            _compute_on_cpu(call)
+        else:
+            _launch(call, stream)
+    return arrays.hand_over(result, q, stream) if given is None else given
 
 
 class _Call(NamedTuple):

@@ -51,7 +51,7 @@ def sigmoid_tanh_fp32(x, *, stream=None):
     target = arrays.view("out", out, stream)
     _check_output(target, source, "float32")
     _compute(source, target, stream)
-    return out
+    return arrays.hand_over(out, source, stream)
 
 
 def sigmoid(x, out=None, *, stream=None):
@@ -65,12 +65,11 @@ def sigmoid(x, out=None, *, stream=None):
     Raises TypeError (kind, dtype) or ValueError (shape, device, layout) that names the argument.
     """
     source = _checked_input(x, stream)
-    if out is None:
-        out = arrays.empty_like(source, stream)
-    target = arrays.view("out", out, stream)
+    result = arrays.empty_like(source, stream) if out is None else out
+    target = arrays.view("out", result, stream)
     _check_output(target, source, source.dtype)
     _compute(source, target, stream)
-    return out
+    return arrays.hand_over(result, source, stream) if out is None else out
 
 
 def _item_bytes(array: arrays.Array) -> int:
@@ -106,11 +105,11 @@ def _check_output(target: arrays.Array, source: arrays.Array, dtype: str) -> Non
         raise ValueError(f"out: expected x or no memory of x's, got a start {distance} bytes off")
 
 
-def _flat(array: arrays.Array) -> arrays.Array:
+def _flat(array: arrays.Array) -> np.ndarray:
     """A contiguous array's memory in one dimension: NumPy has no more than 64."""
     if array.library == "numpy":
-        return array
-    return dataclasses.replace(array, shape=(array.size,), strides=None)
+        return arrays.to_numpy(array).reshape(-1)
+    return arrays.to_numpy(dataclasses.replace(array, shape=(array.size,), strides=None))
 
 
 def _compute(source: arrays.Array, target: arrays.Array, stream) -> None:
@@ -119,8 +118,8 @@ def _compute(source: arrays.Array, target: arrays.Array, stream) -> None:
     if source.device == arrays.CPU:
         # NaN, inf and what underflows are values like others here.
         with np.errstate(all="ignore"):
-            values = arrays.to_numpy(_flat(source)).astype(np.float32)
-            arrays.to_numpy(_flat(target))[...] = reference.sigmoid(values)
+            values = _flat(source).astype(np.float32)
+            _flat(target)[...] = reference.sigmoid(values)
         return
     variant = _VARIANTS[source.dtype, target.dtype]
     block_size = _NUM_THREADS * _VECTORS * (_VECTOR_BYTES // _item_bytes(source))
