@@ -23,6 +23,16 @@ from test_streams import FakeCuda
 import cukda
 from cukda import arrays, jit
 
+# As where it is not installed: CuPy takes a module that is None for one.
+WITHOUT_ML_DTYPES = """
+import sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "ml_dtypes":
+            raise ModuleNotFoundError("No module named 'ml_dtypes'", name=name)
+sys.meta_path.insert(0, Finder)
+"""
+
 ADDRESS = 0x7F00_0000_1000
 UNKNOWN = 0x1234_0000
 
@@ -385,8 +395,7 @@ def test_torch_needs_no_ml_dtypes_before_a_launch():
     """What a call on a GPU looks at: tensors of bfloat16, numbers in tensors, a new tensor."""
     pytest.importorskip("torch")
     code = (
-        "import sys\n"
-        "sys.modules['ml_dtypes'] = None\n"
+        f"{WITHOUT_ML_DTYPES}\n"
         "import torch, cukda\n"
         "from cukda import arrays\n"
         "q = arrays.view('q', torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)))\n"
