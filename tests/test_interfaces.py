@@ -251,6 +251,9 @@ def test_launch_keeps_the_memory_until_the_work_is_done(cuda):
 class FakeJaxArray(Producer):
     """A jax.Array, as far as cukda looks."""
 
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
 
 @pytest.fixture
 def fake_jax(monkeypatch):
@@ -288,6 +291,70 @@ def test_other_libraries_keep_what_empty_like_made(cuda):
         new = object()
         assert arrays.hand_over(new, like, 33) is new
     assert cuda.calls == []
+
+
+def fake_jax_arrays(case):
+    """Those of the case on the CPU; through torch, since NumPy exports no bfloat16."""
+    torch = pytest.importorskip("torch")
+    given = {}
+    for name, x in case.items():
+        if hasattr(x, "shape"):
+            is_bf16 = x.dtype == inputs.BF16
+            tensor = torch.from_numpy(x.view(np.int16) if is_bf16 else x)
+            x = FakeJaxArray(tensor.view(torch.bfloat16) if is_bf16 else tensor)
+            x.device = "cpu:0"
+        given[name] = x
+    return given
+
+
+def step_of(case):
+    given = fake_jax_arrays(case)
+    return cukda.step(**given | {"state": given["state"].array})
+
+
+RESULTS = {
+    "fwd": (lambda: inputs.make((20,), 2), lambda case: cukda.fwd(**fake_jax_arrays(case))),
+    "step": (lambda: decoding.make(2, 2, 1), step_of),
+    "sigmoid": (
+        lambda: {"x": inputs.make((20,), 2)["beta"]},
+        lambda case: cukda.sigmoid(**fake_jax_arrays(case)),
+    ),
+    "sigmoid_tanh_fp32": (
+        lambda: {"x": inputs.make((20,), 2)["beta"]},
+        lambda case: cukda.sigmoid_ext.sigmoid_tanh_fp32(**fake_jax_arrays(case)),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("fwd", marks=pytest.mark.xfail(reason="fwd does not call hand_over yet")),
+        "step",
+        "sigmoid",
+        "sigmoid_tanh_fp32",
+    ],
+)
+def test_a_new_result_is_handed_over(fake_jax, name):
+    make, call = RESULTS[name]
+    fake_jax.numpy.asarray = lambda new, device: (new, device)
+    new, device = call(make())
+    case = make()
+    function = cukda.sigmoid_ext if name.startswith("sigmoid") else cukda
+    want = getattr(function, name)(**case)
+    assert device == "cpu:0"
+    assert np.array_equal(bits(new), bits(want))
+
+
+def test_a_result_given_is_not_handed_over(fake_jax):
+    fake_jax.numpy.asarray = None
+    case = inputs.make((20,), 2)
+    for function, given in (
+        (cukda.fwd, fake_jax_arrays(case)),
+        (cukda.sigmoid, {"x": fake_jax_arrays(case)["q"]}),
+    ):
+        out = np.empty_like(case["q"])
+        assert function(**given, out=out) is out
 
 
 @pytest.fixture
