@@ -18,28 +18,46 @@ def needs_gpu(example):
 
 
 def run(example):
+    for module in re.findall(r"^(?:import|from) (\w+)", example, re.M):
+        if module in ("jax", "numba", "torch"):
+            pytest.importorskip(module)
     names = {}
     exec(compile(example, str(README), "exec"), names)
     return names
 
 
+def assert_finite(array):
+    array = np.asarray(hardware.host(array)).astype(np.float32)
+    assert np.isfinite(array).all() and array.any()
+
+
 @pytest.mark.parametrize("example", [e for e in EXAMPLES if not needs_gpu(e)])
 def test_on_the_cpu(example):
-    if "import torch" in example:
-        pytest.importorskip("torch")
-    run(example)
+    names = run(example)
+    assert_finite(names.get("out", names.get("y")))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("example", [e for e in EXAMPLES if needs_gpu(e)])
 def test_on_a_gpu(example):
-    out = hardware.host(run(example)["out"]).astype(np.float32)
-    assert np.isfinite(out).all() and out.any()
+    assert_finite(run(example)["out"])
 
 
-def test_examples_are_found():
-    assert [needs_gpu(example) for example in EXAMPLES].count(True) >= 2
-    assert [needs_gpu(example) for example in EXAMPLES].count(False) >= 2
+@pytest.mark.parametrize(
+    "words, gpu",
+    [
+        (["import torch", "cukda.fwd("], True),
+        (["import cupy", "cukda.fwd("], True),
+        (["import jax", "cukda.fwd("], False),
+        (["from numba import cuda", "cukda.fwd("], True),
+        (["import torch", "CUDAGraph", "cukda.step(", "replay()"], True),
+        (["from cukda.fla import chunk_kda", "chunk_kda("], False),
+        (["import cukda.torch", "torch.compile("], False),
+    ],
+)
+def test_examples_are_found(words, gpu):
+    found = [example for example in EXAMPLES if all(word in example for word in words)]
+    assert gpu in [needs_gpu(example) for example in found]
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/log.md"])
