@@ -74,20 +74,37 @@ __device__ inline Place next_place(Search& now, const Work& work, const Slots& s
     return place;
 }
 
-// four: where this lane's first four are in a matrix.
-__device__ inline void store_four(const States& states, i64 matrix, const float (&state)[2][4],
-                                  int four) {
+// four: this lane's first four, as an offset in a contiguous matrix; with strides their row and
+// column are taken from it.
+__device__ inline void store_four(const States& states, u32 sequence, int head, int num_heads,
+                                  const float (&state)[2][4], int four) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float x[4] = {state[0][2 * half], state[0][2 * half + 1], state[1][2 * half],
                             state[1][2 * half + 1]};
-        char* to = states.row(matrix, 0) +
-                   (four + half * state_half_offset) * (states.row_bytes() / head_dim);
-        if (states.kind == StateKind::FP32) {
-            *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+        char* to;
+        if constexpr (is_strided) {
+            const int row = four / head_dim + 2 * half;
+            to =
+                states.row(sequence, head, row) + four % head_dim * (states.row_bytes() / head_dim);
         } else {
-            *reinterpret_cast<uint2*>(to) =
-                make_uint2(cvt_bf16x2(x[0], x[1]), cvt_bf16x2(x[2], x[3]));
+            to = states.row(sequence * num_heads + head, head, 0) +
+                 (four + half * state_half_offset) * (states.row_bytes() / head_dim);
+        }
+        if (states.kind == StateKind::FP32) {
+            if constexpr (is_aligned) {
+                *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) reinterpret_cast<float*>(to)[i] = x[i];
+            }
+        } else {
+            const u32 pairs[2] = {cvt_bf16x2(x[0], x[1]), cvt_bf16x2(x[2], x[3])};
+            if constexpr (is_aligned) {
+                *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0], pairs[1]);
+            } else {
+                store_pairs(reinterpret_cast<u16*>(to), pairs);
+            }
         }
     }
 }
@@ -170,7 +187,7 @@ __device__ inline void run_chain(ChainShared& smem, const Work& work,
             }
         }
         if (here.index == slots.count) {
-            store_four(final, sequence * num_heads + head, state, four);
+            store_four(final, sequence, head, num_heads, state, four);
             break;
         }
         u32* to =

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ptx.cuh"
+#include "strides.cuh"
 #include "tile.cuh"
 
 constexpr int chunk = 16;       // tokens
@@ -91,9 +92,11 @@ enum class StateOf { Nobody, Caller, Local, Transfer, Identity, Zero };
 
 // What a block works on at a time (items.cuh).
 struct Item {
-    u32 begin;                   // the first row of [B * T]
-    u32 from_matrix, to_matrix;  // where among those states its own are, in states of [128 x 128]
-    u32 partials_end;            // where its chunks end in partials (work.cuh), or 0
+    u32 begin;  // the first row of [B * T]; with strides of [T], of its batch
+    // Where among those states its own are, in states of [128 x 128]. With strides the sequence,
+    // where they are the caller's; from_matrix always.
+    u32 from_matrix, to_matrix;
+    u32 partials_end;  // where its chunks end in partials (work.cuh), or 0
     StateOf from, to;
     int head, part;  // part: which v_rows of the state
     int num_tokens, num_chunks;
@@ -116,16 +119,32 @@ struct LaneSequence {
 
 enum class StateKind { None = 0, BF16 = 1, FP32 = 2 };
 
-// Matrices of [128 (v), 128 (k)].
+// Matrices of [128 (v), 128 (k)], numbered through. With strides: by sequence and head.
 struct States {
     void* base;
     StateKind kind;
+    StateStrides strides;  // where the layout has them
 
     __device__ int row_bytes() const { return head_dim * (kind == StateKind::FP32 ? 4 : 2); }
-    __device__ char* row(i64 matrix, int row) const {
-        return static_cast<char*>(base) + (matrix * head_dim + row) * row_bytes();
+    __device__ RowOffset row_stride() const {
+        if constexpr (is_strided) {
+            return strides.row;
+        } else {
+            return head_dim;
+        }
+    }
+    // matrix: with strides the sequence.
+    __device__ char* row(i64 matrix, int head, int row) const {
+        if constexpr (is_strided) {
+            const i64 at = matrix * strides.sequence + head * strides.head + row * strides.row;
+            return static_cast<char*>(base) + at * (row_bytes() / head_dim);
+        } else {
+            return static_cast<char*>(base) + (matrix * head_dim + row) * row_bytes();
+        }
     }
 };
+// Of a call's own, numbered through in every layout.
+constexpr StateStrides own_strides = {head_dim * head_dim, 0, head_dim};
 
 // As many as chunks may be on their way, since each may be of another item: in stages, in raw
 // slots, and those that the first solver finds for the others.

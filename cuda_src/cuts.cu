@@ -6,6 +6,7 @@
 // Shared memory: struct CutsShared, dynamic.
 #include "chunk.cuh"
 #include "gate.cuh"
+#include "strides.cuh"
 #include "work.cuh"
 
 // A cut is taken where no more than 2^-60 is left of the state: of one as large as 1e6, 1e-12.
@@ -45,7 +46,7 @@ static_assert(sizeof(CutsShared) == 32784, "cukda/plan.py launches with another 
 // inputs, all from the head's first channel on.
 struct CutSource {
     const u16 *g, *k;
-    i64 token_stride;
+    i64 g_token_stride, k_token_stride;
     const float *A_log, *dt_bias;
     float lower_bound;
 };
@@ -59,6 +60,17 @@ __device__ inline void load_four(float (&x)[4], const u16* from) {
     x[3] = bf16_high(pairs.y);
 }
 
+// Eight neighbours to shared memory; they are there after cp_async_wait_all.
+__device__ inline void copy_eight(u32 to, const u16* from) {
+    if constexpr (is_aligned) {
+        cp_async_16(to, from, 16);
+    } else {
+        u32 pairs[4];
+        load_pairs(pairs, from);
+        st_shared_v4(to, pairs);
+    }
+}
+
 // A bound on what a chunk leaves of a state: log2 of the largest element after it where all were at
 // most 1 before. A token takes s to s diag(e^a) (I - beta k k^T), so with b for |s|, and beta < 1,
 //   b <- b diag(e^a);  b <- b + (b |k|^T) |k|
@@ -67,12 +79,15 @@ __device__ inline void load_four(float (&x)[4], const u16* from) {
 __device__ inline float log2_left_by_chunk(ScoutRows& rows, const CutSource& source, int before) {
     const int lane = threadIdx.x % 32;
     // All on their way from memory at once: it is what this waits for. Half a warp to a row.
-    const i64 from = (lane / 16 - before - chunk) * source.token_stride + lane % 16 * 8;
-#pragma unroll
+    const int first = lane / 16 - before - chunk;
+    const i64 from_g = first * source.g_token_stride + lane % 16 * 8;
+    const i64 from_k = first * source.k_token_stride + lane % 16 * 8;
+#pragma unroll(is_aligned ? chunk / 2 : 2)
     for (int row = 0; row < chunk; row += 2) {
-        const i64 at = from + row * source.token_stride;
-        cp_async_16(shared_address(&rows.g[row + lane / 16][lane % 16 * 8]), source.g + at, 16);
-        cp_async_16(shared_address(&rows.k[row + lane / 16][lane % 16 * 8]), source.k + at, 16);
+        const u32 to_g = shared_address(&rows.g[row + lane / 16][lane % 16 * 8]);
+        const u32 to_k = shared_address(&rows.k[row + lane / 16][lane % 16 * 8]);
+        copy_eight(to_g, source.g + from_g + row * source.g_token_stride);
+        copy_eight(to_k, source.k + from_k + row * source.k_token_stride);
     }
     constexpr int num_channels = 4;  // of a lane
     const int channel = num_channels * lane;
@@ -176,18 +191,19 @@ __device__ inline int look_for_cut(CutsShared& smem, const CutSource& source, in
 
 // q, k, v, g: bf16 [B, T, H, 128]; A_log: fp32 [H] or null; dt_bias: fp32 [H, 128] or null;
 // cu_seqlens to num_slots, begins and counts: see struct Work. Where a sequence is not cut it is
-// joined, from segment first_joined on, at every join_every-th (0: nowhere). Writes begins
-// [num_slots, H], and zeros to counts and, if it is there, to ready [num_slots, H].
+// joined, from segment first_joined on, at every join_every-th (0: nowhere). Where arrays have
+// strides: strides.cuh. Writes begins [num_slots, H], and zeros to counts and, if it is there, to
+// ready [num_slots, H].
 extern "C" __global__ void __launch_bounds__(scout_threads, 4)
     kda_cuts(const u16* q, const u16* k, const u16* v, const u16* g, const float* A_log,
              const float* dt_bias, float lower_bound, const void* cu_seqlens, int cu_seqlens_bytes,
              int num_sequences, u32 num_tokens, int num_heads, int segment, int first_extra,
              u32 num_slots, int first_joined, int join_every, Begin* begins, Counts* counts,
-             u32* ready) {
+             u32* ready STRIDES_PARAMETER) {
     extern __shared__ __align__(16) unsigned char storage[];
     CutsShared& smem = *reinterpret_cast<CutsShared*>(storage);
-    const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens, num_heads,
-                       segment,    first_extra,      num_slots,     begins};
+    const Work work = {STRIDES_ADDRESS, cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens,
+                       num_heads,       segment,    first_extra,      num_slots,     begins};
     const u32 slot = blockIdx.x / num_heads;
     const int head = static_cast<int>(blockIdx.x - slot * num_heads);
     if (blockIdx.x == 0 && threadIdx.x == 0) *counts = {};
@@ -198,15 +214,33 @@ extern "C" __global__ void __launch_bounds__(scout_threads, 4)
     const i64 column = static_cast<i64>(head) * head_dim;
     const i64 token_stride = static_cast<i64>(num_heads) * head_dim;
     const i64 offset = (mine.begin + cut) * token_stride + column;
+    // A channel of this head, in the row that is so many behind the cut.
+    const auto place_in = [&](const u16* base, TokenStrides Strides::* strides_of, int row,
+                              int channel) {
+        if constexpr (is_strided) {
+            const TokenStrides& of = work.strides->*strides_of;
+            const u32 first = work.first_row(mine) + cut;
+            return base + of.offset(work.batch_of(mine.sequence), first + row, head) + channel;
+        } else {
+            return base + (offset + row * token_stride + channel);
+        }
+    };
 
     Begin begin = is_there ? is_first : goes_on;
     if (is_there && cut > 0) {
-        const CutSource source = {g + offset,
-                                  k + offset,
-                                  token_stride,
-                                  A_log ? A_log + head : nullptr,
-                                  dt_bias ? dt_bias + column : nullptr,
-                                  lower_bound};
+        CutSource source = {place_in(g, &Strides::g, 0, 0),
+                            place_in(k, &Strides::k, 0, 0),
+                            token_stride,
+                            token_stride,
+                            A_log ? A_log + head : nullptr,
+                            dt_bias ? dt_bias + column : nullptr,
+                            lower_bound};
+        if constexpr (is_strided) {
+            source.g_token_stride = work.strides->g.token;
+            source.k_token_stride = work.strides->k.token;
+            source.A_log = A_log ? A_log + head * work.strides->A_log : nullptr;
+            source.dt_bias = dt_bias ? dt_bias + head * work.strides->dt_bias : nullptr;
+        }
         const int num_chunks = look_for_cut(smem, source, cut);
         const int after = mine.index - first_joined;
         const bool may_join = join_every > 0 && after >= 0 && after % join_every == 0;
@@ -217,9 +251,11 @@ extern "C" __global__ void __launch_bounds__(scout_threads, 4)
     // blocks all begin at once, with eight chunks each.
     const int row = threadIdx.x / 4;
     if (is_there && blockIdx.x < early_slots && cut + row < mine.length) {
-        const i64 at = offset + row * token_stride + threadIdx.x % 2 * (head_dim / 2);
+        const int at = threadIdx.x % 2 * (head_dim / 2);
         const bool other = threadIdx.x / 2 % 2;
-        prefetch_global_l2((other ? g : q) + at);
-        prefetch_global_l2((other ? v : k) + at);
+        prefetch_place(other ? place_in(g, &Strides::g, row, at)
+                             : place_in(q, &Strides::q, row, at));
+        prefetch_place(other ? place_in(v, &Strides::v, row, at)
+                             : place_in(k, &Strides::k, row, at));
     }
 }

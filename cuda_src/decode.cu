@@ -37,6 +37,14 @@ struct Rows {
     }
 };
 
+// A_log or dt_bias: a number or a row of 128 by head, a stride apart; null is zero.
+struct ByHead {
+    const float* base;
+    i64 stride;
+
+    __device__ const float* at(int head) const { return base + head * stride; }
+};
+
 // States [128 (v), 128 (k)] by slot and head; strides in elements, and 1 along k.
 struct Pool {
     void* base;
@@ -162,9 +170,9 @@ __device__ inline uint4 pack(const float (&s)[vector_size]) {
 // Grid: [N, H, 128 / v_rows] blocks in one dimension.
 extern "C" __global__ void __launch_bounds__(num_threads, MIN_BLOCKS)
     kda_step(Rows<const u16> q, Rows<const u16> k, Rows<const u16> v, Rows<const u16> g,
-             Rows<const u16> beta, float scale, Rows<u16> out, const float* A_log,
-             const float* dt_bias, float lower_bound, Pool pool, const int* state_indices,
-             int num_slots, int num_tokens, int num_heads) {
+             Rows<const u16> beta, float scale, Rows<u16> out, ByHead A_log, ByHead dt_bias,
+             float lower_bound, Pool pool, const int* state_indices, int num_slots, int num_tokens,
+             int num_heads) {
     __shared__ Shared smem;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     constexpr int num_parts = head_dim / v_rows;
@@ -191,10 +199,9 @@ extern "C" __global__ void __launch_bounds__(num_threads, MIN_BLOCKS)
     float bias[warp_channels];
 #pragma unroll
     for (int i = 0; i < warp_channels; ++i) {
-        bias[i] = dt_bias ? channel_bias(dt_bias[static_cast<i64>(head) * head_dim + lane + 32 * i])
-                          : 0.0f;
+        bias[i] = dt_bias.base ? channel_bias(dt_bias.at(head)[lane + 32 * i]) : 0.0f;
     }
-    const HeadGate gate = head_gate(A_log ? A_log[head] : 0.0f, lower_bound);
+    const HeadGate gate = head_gate(A_log.base ? *A_log.at(head) : 0.0f, lower_bound);
     if (slot < 0 || slot >= num_slots) return;
 
     // The state, on its way. Row m of the lane is first_row + 4 m: four of a warp side by side.

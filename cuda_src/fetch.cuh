@@ -45,8 +45,12 @@ struct Fetcher {
         const Item& item = smem.item[item_slot];
         if (chunk_idx == 0) fetch_head(item, smem.head_inputs[item_slot]);
 
-        const i64 token_stride = static_cast<i64>(work.num_heads) * head_dim;
         const int num_rows = item.num_tokens - chunk_idx * chunk;
+        if constexpr (is_strided) {
+            fetch_strided(item, item.begin + chunk_idx * chunk, num_rows, slot);
+            return;
+        }
+        const i64 token_stride = static_cast<i64>(work.num_heads) * head_dim;
         const i64 first = (item.begin + chunk_idx * chunk) * token_stride +
                           static_cast<i64>(item.head) * head_dim;
         if (item.from != StateOf::Identity) {
@@ -94,12 +98,71 @@ struct Fetcher {
         }
     }
 
+    // A chunk of arrays with strides: num_rows of an item, or more, from this row on.
+    __device__ void fetch_strided(const Item& item, u32 first_row, int num_rows, u32 slot) const {
+        const int lane = mov_tid_x() % 32;
+        const Strides& strides = *work.strides;
+        const u32 batch = work.batch_of(item.from_matrix);
+        if (item.from != StateOf::Identity) {
+            const i64 at = strides.v.offset(batch, first_row, item.head);
+            prefetch_v(inputs.v + at + item.part * v_rows, strides.v.token, num_rows);
+        }
+        const u32 target = raw_offset(lane / 16, lane % 16);
+        const auto fetch_rows_of = [&](u16(&tile)[chunk][head_dim], const u16* base,
+                                       const TokenStrides& of) {
+            const i64 at = of.offset(batch, first_row + lane / 16, item.head) + lane % 16 * 8;
+            fetch_rows(shared_address(tile) + target, base, at, of.token, num_rows - lane / 16);
+        };
+        RawChunk& raw = smem.raw[slot];
+        fetch_rows_of(raw.q, inputs.q, strides.q);
+        fetch_rows_of(raw.k, inputs.k, strides.k);
+        fetch_rows_of(raw.g, inputs.g, strides.g);
+        const u32 full = shared_address(&smem.raw_full[slot]);
+        if constexpr (is_aligned) {
+            cp_async_mbarrier_arrive_noinc(full);
+        } else {
+            // What fetch_head copies is there too by then.
+            cp_async_wait_all();
+            mbarrier_arrive(full);
+        }
+    }
+
+    // This lane's 16 bytes of every second row of a tile, from the first one on, which is `at` in
+    // an array and of which num_left rows are there; zeros for others.
+    __device__ static void fetch_rows(u32 target, const u16* base, i64 at, i64 token_stride,
+                                      int num_left) {
+        if constexpr (!is_aligned) {
+            // Four rows are on their way at once; more would take registers.
+#pragma unroll 4
+            for (int row = 0; row < chunk; row += 2) {
+                u32 pairs[4] = {};
+                if (num_left > row) load_pairs(pairs, base + at);
+                st_shared_v4(target_of(target, row), pairs);
+                at += 2 * token_stride;
+            }
+        } else if (num_left > chunk - 2) {
+#pragma unroll
+            for (int row = 0; row < chunk; row += 2) {
+                cp_async_16(target_of(target, row), base + at, 16);
+                at += 2 * token_stride;
+            }
+        } else {
+#pragma unroll 1
+            for (int row = 0; row < chunk; row += 2) {
+                const bool is_there = num_left > row;
+                // A row that is not there is not pointed at either.
+                cp_async_16(target_of(target, row), base + (is_there ? at : 0), is_there ? 16 : 0);
+                at += 2 * token_stride;
+            }
+        }
+    }
+
     // A chunk of v into L2: consumers load its rows one chunk ahead, and would wait for memory.
     __device__ void prefetch_v(const u16* rows, i64 token_stride, int num_rows) const {
         constexpr int line = v_rows < 64 ? v_rows : 64;  // elements, of no more than 128 bytes
         const int lane = mov_tid_x() % 32;
         const int row = lane * line / v_rows, column = lane * line % v_rows;
-        if (row < min(chunk, num_rows)) prefetch_global_l2(rows + row * token_stride + column);
+        if (row < min(chunk, num_rows)) prefetch_place(rows + row * token_stride + column);
     }
 
     // Enough for the other solvers to come to their next chunks.
@@ -122,22 +185,37 @@ struct Fetcher {
     __device__ void fetch_head(const Item& item, HeadInputs& head) const {
         const int lane = mov_tid_x() % 32;
         const float *A_log = inputs.A_log, *dt_bias = inputs.dt_bias;
+        i64 bias_stride = head_dim, slope_stride = 1;
+        if constexpr (is_strided) {
+            bias_stride = work.strides->dt_bias;
+            slope_stride = work.strides->A_log;
+        }
         for (int channel = lane; channel < head_dim; channel += 32) {
-            const void* bias = dt_bias + static_cast<i64>(item.head) * head_dim + channel;
+            const void* bias = dt_bias + item.head * bias_stride + channel;
             cp_async_4(shared_address(&head.bias[channel]), dt_bias ? bias : inputs.g,
                        dt_bias ? 4 : 0);
         }
         if (lane == 0) {
-            const void* slope = A_log + item.head;
+            const void* slope = A_log + item.head * slope_stride;
             cp_async_4(shared_address(&head.A_log), A_log ? slope : inputs.g, A_log ? 4 : 0);
         }
         const States& initial = inputs.initial;
         if (item.from == StateOf::Caller && initial.kind != StateKind::None) {
             // Into L2, for the consumers to find when they get there.
-            const char* rows = initial.row(item.from_matrix, item.part * v_rows);
             constexpr int line = 128;
-            for (int at = lane * line; at < v_rows * initial.row_bytes(); at += 32 * line) {
-                prefetch_global_l2(rows + at);
+            if constexpr (is_strided) {
+                for (int i = lane; i < v_rows; i += 32) {
+                    const int row = item.part * v_rows + i;
+                    const char* from = initial.row(item.from_matrix, item.head, row);
+                    for (int at = 0; at < initial.row_bytes(); at += line) {
+                        prefetch_place(from + at);
+                    }
+                }
+            } else {
+                const char* rows = initial.row(item.from_matrix, item.head, item.part * v_rows);
+                for (int at = lane * line; at < v_rows * initial.row_bytes(); at += 32 * line) {
+                    prefetch_place(rows + at);
+                }
             }
         }
     }

@@ -64,14 +64,14 @@ __device__ inline Item find_item(const Work& work, const LaneSequence (&sequence
                 : begin == is_joined ? StateOf::Zero
                 : begin == is_first  ? StateOf::Caller
                                      : StateOf::Nobody;
-    item.from_matrix = segment.sequence * work.num_heads + head;
+    item.from_matrix = is_strided ? segment.sequence : segment.sequence * work.num_heads + head;
     item.to = is_transfer    ? StateOf::Transfer
               : is_joined_on ? StateOf::Local
               : is_last      ? StateOf::Caller
                              : StateOf::Nobody;
     item.to_matrix =
         item.to == StateOf::Caller ? item.from_matrix : last_slot * work.num_heads + head;
-    item.begin = segment.begin + first - warm_up;
+    item.begin = work.first_row(segment) + first - warm_up;
     item.num_tokens = last - first + warm_up;
     // One without tokens has a chunk too, in which nothing happens.
     item.num_chunks = max(1, (item.num_tokens + chunk - 1) / chunk);

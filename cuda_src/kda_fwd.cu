@@ -22,6 +22,7 @@
 #include "ptx.cuh"
 #include "recurrence.cuh"
 #include "solve.cuh"
+#include "strides.cuh"
 #include "work.cuh"
 
 // What a thread has where all have as many: at first, and in joins.
@@ -29,8 +30,9 @@ constexpr int even_registers = 65536 / num_threads;
 
 // q, k, g, v, out: bf16 [B, T, H, 128]; beta: bf16 [B, T, H]; A_log: fp32 [H] or null; dt_bias:
 // fp32 [H, 128] or null; states: [N, H, 128 (v), 128 (k)] of the kind given, or null; cu_seqlens:
-// int32 or int64 [N + 1] or null (then N = B). All contiguous. num_tokens is T. segment to
-// ready: see struct Work; run_tiles, item_runs: see run_outputs.
+// int32 or int64 [N + 1] or null (then N = B). All contiguous, or all but cu_seqlens as strides
+// (strides.cuh) say. num_tokens is T. segment to ready: see struct Work; run_tiles, item_runs: see
+// run_outputs.
 extern "C" __global__ void __launch_bounds__(num_threads, 1)
     kda_fwd(const u16* q, const u16* k, const u16* v, const u16* g, const u16* beta, float scale,
             u16* out, const float* A_log, const float* dt_bias, float lower_bound,
@@ -38,14 +40,18 @@ extern "C" __global__ void __launch_bounds__(num_threads, 1)
             StateKind final_kind, const void* cu_seqlens, int cu_seqlens_bytes, int num_sequences,
             u32 num_tokens, int num_heads, int segment, int first_extra, u32 num_slots,
             const Begin* begins, Counts* counts, float* locals, float* transfers, float* partials,
-            u32* ready, u32 run_tiles, u32 item_runs) {
+            u32* ready, u32 run_tiles, u32 item_runs STRIDES_PARAMETER) {
     extern __shared__ __align__(256) unsigned char storage[];
     Shared& smem = *reinterpret_cast<Shared*>(storage);
-    const Work work = {cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens, num_heads,
-                       segment,    first_extra,      num_slots,     begins,     locals,
-                       transfers,  partials,         counts,        ready};
-    const States initial = {const_cast<void*>(initial_state), initial_kind};
-    const States final = {final_state, final_kind};
+    const Work work = {STRIDES_ADDRESS, cu_seqlens, cu_seqlens_bytes, num_sequences, num_tokens,
+                       num_heads,       segment,    first_extra,      num_slots,     begins,
+                       locals,          transfers,  partials,         counts,        ready};
+    States initial = {const_cast<void*>(initial_state), initial_kind};
+    States final = {final_state, final_kind};
+    if constexpr (is_strided) {
+        initial.strides = work.strides->initial_state;
+        final.strides = work.strides->final_state;
+    }
 
     const int warp = threadIdx.x / 32;
     if (warp == num_factor_warps) prepare_solvers(smem, work);

@@ -91,7 +91,10 @@ __device__ inline bool run_outputs(OutputsShared& smem, const Work& work,
                                    u32& num_items, u32 run_tiles, u32 item_runs, u16* out,
                                    float scale) {
     const int num_heads = work.num_heads, lane = group_thread() % 32, warp = group_thread() / 32;
-    const i64 token_stride = static_cast<i64>(num_heads) * head_dim;
+    const i64 contiguous_stride = static_cast<i64>(num_heads) * head_dim;
+    const auto token_stride = [&] {
+        return is_strided ? anew(work.strides->out.token) : contiguous_stride;
+    };
     u32 rank = number / item_runs;
     Walk here = walk;
     const u32 at = find_piece(work, here, rank, 0, 1);
@@ -105,7 +108,13 @@ __device__ inline bool run_outputs(OutputsShared& smem, const Work& work,
     const NextBegin next = work.next_begin(slot, segment, head, lane_begin);
     const int item_row = work.num_rows_before(segment.index);  // of the sequence
     const int item_rows = work.num_rows_before(next, segment) - item_row;
-    const u32 first_row = segment.begin + item_row;  // of out
+    const u32 first_row = work.first_row(segment) + item_row;  // of out
+    // With strides: the item's first row of this head.
+    u16* item_out = out;
+    if constexpr (is_strided) {
+        item_out += work.strides->out.offset(work.batch_of(segment.sequence), first_row, head);
+        forget(item_out);  // or what it is worked out from would be kept too
+    }
 
     const auto rows_from = [&](u32 tile) {
         return min(tile_rows, item_rows - static_cast<int>(tile * tile_rows));
@@ -150,8 +159,14 @@ __device__ inline bool run_outputs(OutputsShared& smem, const Work& work,
     }
     for (;;) {
         const u32 thread = group_thread();
-        u16* rows_out = out + (first_row + tile * tile_rows + thread % 32 / 4) * token_stride +
-                        (head * head_dim + thread / 32 * 16 + 4 * (thread % 4));
+        u16* rows_out;
+        if constexpr (is_strided) {
+            rows_out = item_out + (tile * tile_rows + thread % 32 / 4) * token_stride() +
+                       (thread / 32 * 16 + 4 * (thread % 4));
+        } else {
+            rows_out = out + (first_row + tile * tile_rows + thread % 32 / 4) * token_stride() +
+                       (head * head_dim + thread / 32 * 16 + 4 * (thread % 4));
+        }
 #pragma unroll 1
         for (int i = 0; i * chunk < rows_from(tile); i += group_chunks) {
             float o[2 * group_chunks][4] = {};
@@ -173,7 +188,7 @@ __device__ inline bool run_outputs(OutputsShared& smem, const Work& work,
                 rows_from(tile) - i * chunk - static_cast<int>(mov_tid_x() % 32 / 4);
 #pragma unroll
             for (int j = 0; j < group_chunks; ++j) {
-                store_rows(rows_out + (i + j) * chunk * token_stride, 8 * token_stride,
+                store_rows(rows_out + (i + j) * chunk * token_stride(), 8 * token_stride(),
                            num_left - j * chunk, transposed(rows[j]));
             }
         }

@@ -168,6 +168,13 @@ __device__ inline float4 ld_shared_v4(u32 address) {
     return x;
 }
 
+// 16 bytes to shared memory, by their address there.
+__device__ inline void st_shared_v4(u32 address, const u32 (&x)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
+                 "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
 __device__ inline int ld_shared(u32 address) {
     int x;
     asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address));
@@ -406,6 +413,18 @@ __device__ inline uint2 ld_global_v2(const void* pointer, bool is_there) {
         "{.reg .pred p; setp.ne.u32 p, %3, 0; mov.u32 %0, 0; mov.u32 %1, 0; "
         "@p ld.global.v2.u32 {%0, %1}, [%2];}"
         : "=&r"(x.x), "=&r"(x.y)
+        : "l"(pointer), "r"(static_cast<u32>(is_there)));
+    return x;
+}
+
+// The same of two elements of 16 bits, as one word.
+__device__ inline u32 ld_global_pair(const u16* pointer, bool is_there) {
+    u32 x;
+    asm volatile(
+        "{.reg .pred p; .reg .b16 low, high; setp.ne.u32 p, %2, 0; mov.b16 low, 0; "
+        "mov.b16 high, 0; @p ld.global.b16 low, [%1]; @p ld.global.b16 high, [%1 + 2]; "
+        "mov.b32 %0, {low, high};}"
+        : "=r"(x)
         : "l"(pointer), "r"(static_cast<u32>(is_there)));
     return x;
 }

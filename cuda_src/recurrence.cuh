@@ -30,28 +30,43 @@ __device__ inline void transpose_quad(u32 (&x)[4], int lane) {
     }
 }
 
+// rows: the first of the warp's 16.
 __device__ inline void load_state(float (&state)[k_tiles][4], const void* rows, StateKind kind,
-                                  int lane) {
-    const u16* halves = static_cast<const u16*>(rows) + state_row_offset(lane) + 8 * (lane % 4);
-    const float* floats = static_cast<const float*>(rows) + state_row_offset(lane) + 2 * (lane % 4);
+                                  RowOffset row_stride, int lane) {
+    const RowOffset row_offset = state_row_offset(lane, row_stride), half_offset = 2 * row_stride;
+    const u16* halves = static_cast<const u16*>(rows) + row_offset + 8 * (lane % 4);
+    const float* floats = static_cast<const float*>(rows) + row_offset + 2 * (lane % 4);
 #pragma unroll
     for (int i = 0; i < 4 * k_tiles; ++i) state[i / 4][i % 4] = 0.0f;
     if (kind == StateKind::FP32) {
 #pragma unroll
         for (int i = 0; i < 2 * k_tiles; ++i) {
             float* s = &state[i / 2][i % 2 * 2];
-            const float2 two =
-                *reinterpret_cast<const float2*>(floats + i % 2 * state_half_offset + i / 2 * 8);
-            s[0] = two.x;
-            s[1] = two.y;
+            const float* from = floats + i % 2 * half_offset + i / 2 * 8;
+            if constexpr (is_aligned) {
+                const float2 two = *reinterpret_cast<const float2*>(from);
+                s[0] = two.x;
+                s[1] = two.y;
+            } else {
+                s[0] = from[0];
+                s[1] = from[1];
+            }
         }
     } else if (kind == StateKind::BF16) {
 #pragma unroll
         for (int i = 0; i < k_tiles / 2; ++i) {
             const int half = i % 2, tile = i / 2 * 4;
-            const uint4 row =
-                *reinterpret_cast<const uint4*>(halves + half * state_half_offset + tile * 8);
-            u32 packed[4] = {row.x, row.y, row.z, row.w};
+            const u16* from = halves + half * half_offset + tile * 8;
+            u32 packed[4];
+            if constexpr (is_aligned) {
+                const uint4 row = *reinterpret_cast<const uint4*>(from);
+                packed[0] = row.x;
+                packed[1] = row.y;
+                packed[2] = row.z;
+                packed[3] = row.w;
+            } else {
+                load_pairs(packed, from);
+            }
             transpose_quad(packed, lane);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -73,15 +88,21 @@ __device__ inline void make_identity(float (&state)[k_tiles][4], int first_row, 
 }
 
 __device__ inline void store_state(const float (&state)[k_tiles][4], void* rows, StateKind kind,
-                                   int lane) {
-    u16* halves = static_cast<u16*>(rows) + state_row_offset(lane) + 8 * (lane % 4);
-    float* floats = static_cast<float*>(rows) + state_row_offset(lane) + 2 * (lane % 4);
+                                   RowOffset row_stride, int lane) {
+    const RowOffset row_offset = state_row_offset(lane, row_stride), half_offset = 2 * row_stride;
+    u16* halves = static_cast<u16*>(rows) + row_offset + 8 * (lane % 4);
+    float* floats = static_cast<float*>(rows) + row_offset + 2 * (lane % 4);
     if (kind == StateKind::FP32) {
 #pragma unroll
         for (int i = 0; i < 2 * k_tiles; ++i) {
             const float* s = &state[i / 2][i % 2 * 2];
-            *reinterpret_cast<float2*>(floats + i % 2 * state_half_offset + i / 2 * 8) =
-                make_float2(s[0], s[1]);
+            float* to = floats + i % 2 * half_offset + i / 2 * 8;
+            if constexpr (is_aligned) {
+                *reinterpret_cast<float2*>(to) = make_float2(s[0], s[1]);
+            } else {
+                to[0] = s[0];
+                to[1] = s[1];
+            }
         }
     } else if (kind == StateKind::BF16) {
 #pragma unroll
@@ -93,8 +114,13 @@ __device__ inline void store_state(const float (&state)[k_tiles][4], void* rows,
                 packed[j] = cvt_bf16x2(state[tile + j][2 * half], state[tile + j][2 * half + 1]);
             }
             transpose_quad(packed, lane);
-            *reinterpret_cast<uint4*>(halves + half * state_half_offset + tile * 8) =
-                make_uint4(packed[0], packed[1], packed[2], packed[3]);
+            u16* to = halves + half * half_offset + tile * 8;
+            if constexpr (is_aligned) {
+                *reinterpret_cast<uint4*>(to) =
+                    make_uint4(packed[0], packed[1], packed[2], packed[3]);
+            } else {
+                store_pairs(to, packed);
+            }
         }
     }
 }
@@ -175,6 +201,8 @@ template <typename LoadNext, typename Store>
 __device__ inline void step(float (&state)[k_tiles][4], u32 stage, Rows& v, int lane,
                             const LoadNext& load_next, const Store& store) {
     constexpr int kq_k_stride = 4 * core_bytes;
+    // Single elements of v take registers that mma.sync does not have before the end.
+    constexpr bool loads_late = !use_wgmma && !is_aligned;
 
     // wgmma wants all of its operands before the first; mma.sync has no registers for so many.
     u32 frag_s[head_dim / 16][4];
@@ -216,7 +244,7 @@ __device__ inline void step(float (&state)[k_tiles][4], u32 stage, Rows& v, int 
 #pragma unroll
         for (int i = 0; i < k_tiles / 2; ++i) decay[i] = load_decay(i);
     }
-    if constexpr (!use_wgmma) next_v = load_next();
+    if constexpr (!use_wgmma && !loads_late) next_v = load_next();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         w[i / 4][i % 4] = fmaf(-k_norm[i / 4][i % 2], kq[i / 4][i % 4], w[i / 4][i % 4]);
@@ -298,6 +326,7 @@ __device__ inline void step(float (&state)[k_tiles][4], u32 stage, Rows& v, int 
     }
     rs_gemm(state, frag_ku, ConsumerB<Major::N, 2 * core_bytes, core_bytes>(stage, k_out_at, lane));
     gemm_commit();
+    if constexpr (loads_late) next_v = load_next();
     v = transposed(next_v);
     if constexpr (use_wgmma) finish_output();
     gemm_wait<0>();
@@ -308,7 +337,14 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
                                       const States& initial, const States& final) {
     const int num_heads = work.num_heads;
     const i64 half_stride = static_cast<i64>(num_heads) * head_dim * (chunk / 2);
-    // Rows of out are where those of v are: one pointer does for both.
+    const auto half_stride_of = [&](TokenStrides Strides::* of) -> i64 {
+        if constexpr (is_strided) {
+            return anew((work.strides->*of).token) * (chunk / 2);
+        } else {
+            return half_stride;
+        }
+    };
+    // Without strides rows of out are where those of v are: one pointer does for both.
     const i64 to_out = reinterpret_cast<i64>(out) - reinterpret_cast<i64>(v);
     const u32 stages = shared_address(smem.stage);
     u32 index = 0;
@@ -319,8 +355,26 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
             const int warp = mov_tid_x() / 32 - num_factor_warps - num_solvers;
             return items.item().part * v_rows + 16 * warp;
         };
+        // With strides: to where this lane's first row of the item's chunk i begins in an array.
+        const auto offset_of = [&](const TokenStrides& of, int i) {
+            const Item& item = items.item();
+            // In the program's order, or what it is worked out from would be kept for later uses.
+            const u32 sequence = ld_shared(shared_address(&item.from_matrix));
+            const u32 begin = ld_shared(shared_address(&item.begin));
+            const int head = ld_shared(shared_address(&item.head));
+            const int part = ld_shared(shared_address(&item.part));
+            const int warp = mov_tid_x() / 32 - num_factor_warps - num_solvers;
+            const u32 row = begin + i * chunk + mov_tid_x() % 32 / 4;
+            return of.offset(work.batch_of(sequence), row, head) + part * v_rows + 16 * warp +
+                   4 * (mov_tid_x() % 4);
+        };
+        // ... and how many rows there are from it on.
+        const auto num_left_from = [&](int i) {
+            const int num_tokens = ld_shared(shared_address(&items.item().num_tokens));
+            return num_tokens - i * chunk - static_cast<int>(mov_tid_x() % 32 / 4);
+        };
         const auto states_of = [&](StateOf of, const States& callers) {
-            const States locals = {work.locals, StateKind::FP32};
+            const States locals = {work.locals, StateKind::FP32, own_strides};
             return of == StateOf::Caller  ? callers
                    : of == StateOf::Local ? locals
                                           : States{nullptr, StateKind::None};
@@ -329,16 +383,26 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         // Where this lane's rows of the chunk begin, in v and out, and how many there are to the
         // last. A transfer has no v: no rows of it are left.
         const bool is_transfer = items.item().from == StateOf::Identity;
-        const i64 first = static_cast<i64>(items.item().begin) * num_heads + items.item().head;
-        const u16* rows_v =
-            v + first * head_dim + lane / 4 * (half_stride / 8) + first_row() + 4 * (lane % 4);
+        const u16* rows_v;
+        if constexpr (is_strided) {
+            rows_v = v + offset_of(work.strides->v, 0);
+        } else {
+            const i64 first = static_cast<i64>(items.item().begin) * num_heads + items.item().head;
+            rows_v =
+                v + first * head_dim + lane / 4 * (half_stride / 8) + first_row() + 4 * (lane % 4);
+        }
+        // With strides rows of out are apart; mma.sync has no registers to keep where.
+        constexpr bool keeps_rows_out = is_strided && use_wgmma;
+        u16* rows_out = nullptr;
+        if constexpr (keeps_rows_out) rows_out = out + offset_of(work.strides->out, 0);
         int num_left = is_transfer ? -items.item().num_tokens : items.item().num_tokens - lane / 4;
-        Rows rows = load_rows(rows_v, half_stride, num_left);
+        Rows rows = load_rows(rows_v, half_stride_of(&Strides::v), num_left);
 
         // Behind the load of v, which takes as long.
         float state[k_tiles][4];
         const States from = states_of(items.item().from, initial);
-        load_state(state, from.row(items.item().from_matrix, first_row()), from.kind, lane);
+        load_state(state, from.row(items.item().from_matrix, items.item().head, first_row()),
+                   from.kind, from.row_stride(), lane);
         if (is_transfer) make_identity(state, first_row(), lane);
         // Else the state's registers would be copied, from chunk to chunk, behind each wgmma
         // (C7514).
@@ -351,15 +415,29 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
         for (int i = is_empty() ? 0 : items.num_chunks; i > 0; --i, ++index) {
             wait_full(smem.full, index);
             int num_written;
+            const auto load_num_written = [&] {
+                num_written = ld_shared(shared_address(&items.item().num_written));
+            };
             const auto load_next = [&] {
                 // While KQ is under way: where it is wanted it was waited for, 3 % of T=8192, H=96
                 // with slow gates (H200).
-                num_written = ld_shared(shared_address(&items.item().num_written));
-                rows_v += 2 * half_stride;
-                num_left -= chunk;
-                return load_rows(rows_v, half_stride, num_left);
+                if constexpr (is_aligned) load_num_written();
+                const i64 v_half_stride = half_stride_of(&Strides::v);
+                rows_v += 2 * v_half_stride;
+                if constexpr (keeps_rows_out) {
+                    rows_out += 2 * half_stride_of(&Strides::out);
+                    num_left -= chunk;
+                } else if constexpr (is_strided) {
+                    const int from = ld_shared(shared_address(&items.item().from));
+                    const bool has_v = from != static_cast<int>(StateOf::Identity);
+                    num_left = has_v ? num_left_from(items.num_chunks - i + 1) : 0;
+                } else {
+                    num_left -= chunk;
+                }
+                return load_rows(rows_v, v_half_stride, num_left);
             };
             const auto store = [&](const float (&o)[2][4]) {
+                if constexpr (!is_aligned) load_num_written();
                 // The first chunks behind a cut only make the state; a joined item's go aside.
                 if (i > num_written) {
                     if (items.item().partials_end > 0) {
@@ -369,8 +447,18 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
                     return;
                 }
                 // load_next has gone on to the next chunk.
-                u16* rows_out = beside(rows_v - 2 * half_stride, to_out);
-                store_rows(rows_out, half_stride, num_left + chunk, transposed(round_rows(o)));
+                if constexpr (keeps_rows_out) {
+                    const i64 out_half_stride = half_stride_of(&Strides::out);
+                    store_rows(rows_out - 2 * out_half_stride, out_half_stride, num_left + chunk,
+                               transposed(round_rows(o)));
+                } else if constexpr (is_strided) {
+                    u16* to = out + offset_of(work.strides->out, items.num_chunks - i);
+                    store_rows(to, half_stride_of(&Strides::out),
+                               num_left_from(items.num_chunks - i), transposed(round_rows(o)));
+                } else {
+                    u16* to = beside(rows_v - 2 * half_stride, to_out);
+                    store_rows(to, half_stride, num_left + chunk, transposed(round_rows(o)));
+                }
             };
             step(state, stages + index % num_stages * sizeof(Stage), rows, mov_tid_x() % 32,
                  load_next, store);
@@ -386,6 +474,7 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
             continue;
         }
         const States to = states_of(items.item().to, final);
-        store_state(state, to.row(items.item().to_matrix, first_row()), to.kind, mov_tid_x() % 32);
+        store_state(state, to.row(items.item().to_matrix, items.item().head, first_row()), to.kind,
+                    to.row_stride(), mov_tid_x() % 32);
     }
 }

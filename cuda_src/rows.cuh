@@ -8,9 +8,9 @@
 #include "chunk.cuh"
 
 // This lane's first row of the warp's 16, as the offset of its elements; its other one is two on.
-__device__ inline int state_row_offset(int lane) {
+__device__ inline RowOffset state_row_offset(int lane, RowOffset row_stride = head_dim) {
     const int row = lane / 4;
-    return (4 * (row / 2) + row % 2) * head_dim;
+    return (4 * (row / 2) + row % 2) * row_stride;
 }
 constexpr int state_half_offset = 2 * head_dim;
 
@@ -25,7 +25,13 @@ __device__ inline Rows load_rows(const u16* v, i64 half_stride, int num_left) {
     Rows rows;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        rows.token[half] = ld_global_v2(v + half * half_stride, num_left > 8 * half);
+        const u16* four = v + half * half_stride;
+        if constexpr (is_aligned) {
+            rows.token[half] = ld_global_v2(four, num_left > 8 * half);
+        } else {
+            const bool is_there = num_left > 8 * half;
+            rows.token[half] = {ld_global_pair(four, is_there), ld_global_pair(four + 2, is_there)};
+        }
     }
     return rows;
 }
@@ -33,7 +39,14 @@ __device__ inline Rows load_rows(const u16* v, i64 half_stride, int num_left) {
 __device__ inline void store_rows(u16* out, i64 half_stride, int num_left, const Rows& rows) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (num_left > 8 * half) st_global_v2(out + half * half_stride, rows.token[half]);
+        if (num_left > 8 * half) {
+            u16* four = out + half * half_stride;
+            if constexpr (is_aligned) {
+                st_global_v2(four, rows.token[half]);
+            } else {
+                store_pairs(four, {rows.token[half].x, rows.token[half].y});
+            }
+        }
     }
 }
 

@@ -193,6 +193,16 @@ __device__ inline void prepare_solvers(Shared& smem, const Work& work) {
     }
 }
 
+// Beta of an item's first token.
+__device__ inline const u16* first_beta(const Item& item, const Work& work, const u16* beta) {
+    if constexpr (is_strided) {
+        const u32 batch = work.batch_of(item.from_matrix);
+        return beta + work.strides->beta.offset(batch, item.begin, item.head);
+    } else {
+        return beta + static_cast<i64>(item.begin) * work.num_heads + item.head;
+    }
+}
+
 // A solver's life: every num_solvers-th of the block's chunks.
 __device__ inline void run_solver(Shared& smem, const Work& work, const Inputs& inputs, float scale,
                                   float lower_bound) {
@@ -204,11 +214,11 @@ __device__ inline void run_solver(Shared& smem, const Work& work, const Inputs& 
     int chunk_idx = solver;  // of the solver's next chunk, in the item
     for (Items items(smem); items.next(); chunk_idx -= items.num_chunks) {
         const int num_tokens = items.item().num_tokens;
-        const u16* beta =
-            inputs.beta + static_cast<i64>(items.item().begin) * work.num_heads + items.item().head;
+        const u16* beta = first_beta(items.item(), work, inputs.beta);
         const auto load_beta = [&](int of_chunk) {
             const int token = of_chunk * chunk + lane % chunk;
-            return token < num_tokens ? beta[static_cast<i64>(token) * work.num_heads] : u16{0};
+            const i64 token_stride = is_strided ? work.strides->beta.token : work.num_heads;
+            return token < num_tokens ? beta[token * token_stride] : u16{0};
         };
         float beta_logit = bf16_low(load_beta(chunk_idx));
         for (; chunk_idx < items.num_chunks; chunk_idx += num_solvers) {

@@ -49,6 +49,7 @@ struct Slots {
 // The arguments that say what there is to do. Rows, slots and states are counted in 32 bits, which
 // kda.py sees to: what 64 take is more code, and short calls wait for their code (docs/log.md).
 struct Work {
+    const Strides* strides;  // of the caller's arrays; null where they are contiguous
     const void* cu_seqlens;  // int32 or int64 [N + 1], or null: N = B sequences of T tokens
     int cu_seqlens_bytes;
     int num_sequences;
@@ -89,6 +90,15 @@ struct Work {
         const int high = wide ? at[1] : static_cast<int>(low) >> 31;
         return high ? (high < 0 ? 0 : num_tokens) : min(low, num_tokens);
     }
+
+    // Where a sequence's rows begin as items count them: through B * T, or with strides from the
+    // first one of its batch.
+    __device__ u32 first_row(const Segment& of) const {
+        return is_strided && !cu_seqlens ? 0 : of.begin;
+    }
+
+    // With strides: which of the batch a sequence is in.
+    __device__ u32 batch_of(u32 sequence) const { return cu_seqlens ? 0 : sequence; }
 
     __device__ int num_segments(int length) const {
         const int others = length - first_extra;

@@ -4,6 +4,7 @@ A block of `cuda_src/kda_fwd.cu` works on one item after another: segments of on
 and a part of its V rows. The sizes stated here are checked by static_asserts there.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -14,6 +15,25 @@ from typing import NamedTuple
 HEAD_DIM = 128
 # The kernels move rows in pieces of up to 16 bytes.
 ROW_ALIGNMENT = 16
+
+# Of a kernel: all arrays are contiguous; or they have strides, and all rows begin at multiples of
+# ROW_ALIGNMENT; or they have strides, and rows begin at any element.
+CONTIGUOUS, STRIDED, UNALIGNED = LAYOUTS = (0, 1, 2)
+# The last parameter of those with strides, struct Strides: so many of each array, those of its
+# leading axes, in elements. Those of an array that is not given are not read.
+STRIDED_ARRAYS = {
+    "q": 3,
+    "k": 3,
+    "v": 3,
+    "g": 3,
+    "out": 3,
+    "beta": 3,
+    "A_log": 1,
+    "dt_bias": 1,
+    "initial_state": 3,
+    "final_state": 3,
+}
+STRIDES_FORMAT = "q" * sum(STRIDED_ARRAYS.values())
 
 # Bytes of struct Stage, RawChunk, SolverScratch, Item, HeadInputs, of a barrier, and of a warp's
 # sequences.
@@ -123,6 +143,7 @@ class Variant:
     v_rows: int
     num_stages: int
     wgmma: bool = False
+    layout: int = CONTIGUOUS
 
     source = "kda_fwd.cu"
     entry = "kda_fwd"
@@ -185,6 +206,7 @@ class Variant:
             ("NUM_RAW", self._num_raw),
             ("NUM_THREADS", self.num_threads),
             ("SHARED_BYTES", self.shared_bytes),
+            ("LAYOUT", self.layout),
         )
 
 
@@ -197,6 +219,14 @@ class Helper(NamedTuple):
     shared_bytes: int
     # Headers want the sizes of some variant.
     defines: tuple[tuple[str, int], ...] = Variant(128, 4).defines
+
+
+@functools.cache
+def with_layout(kernel: Variant | Helper, layout: int) -> Variant | Helper:
+    """The same kernel for arrays of another layout."""
+    if isinstance(kernel, Variant):
+        return dataclasses.replace(kernel, layout=layout)
+    return kernel._replace(defines=Variant(128, 4, layout=layout).defines)
 
 
 # Finds where sequences may be cut.
@@ -271,7 +301,7 @@ class Plan:
 
 
 def variants() -> tuple[Variant, ...]:
-    """Every variant that a plan may ask for."""
+    """Every variant that a plan may ask for, all for contiguous arrays: with_layout has others."""
     hopper = tuple(Variant(rows, _NUM_STAGES[0], True) for wgmma, rows in _WARPS if wgmma)
     return hopper + tuple(
         Variant(rows, stages) for stages in _NUM_STAGES for wgmma, rows in _WARPS if not wgmma
@@ -279,7 +309,7 @@ def variants() -> tuple[Variant, ...]:
 
 
 # Shapes repeat from call to call: looking a plan up takes 0.2 us, making one of a known choice 5 to
-# 9, and the choice itself up to 3 ms.
+# 9, and the choice itself up to 5 ms.
 @functools.lru_cache(maxsize=1024)
 def plan(shape: Shape, gpu: Gpu) -> Plan:
     """The launch for a call, from its shapes alone: how V is split over blocks, and where sequences

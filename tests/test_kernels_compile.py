@@ -35,6 +35,22 @@ COMPILED = [
 ]
 
 
+def usual(arch: str) -> list:
+    """The variants that are used without being asked for."""
+    fitting = [v for v in plan.variants() if v.shared_bytes <= SHARED_BYTES[arch]]
+    fitting = [v for v in fitting if v.wgmma == (arch == "sm_90a")]
+    return [v for v in fitting if v.num_stages == fitting[0].num_stages]
+
+
+# For arrays with strides only these: all would take the tests minutes.
+COMPILED += [
+    (plan.with_layout(variant, layout), arch)
+    for arch in SHARED_BYTES
+    for variant in (*usual(arch), *HELPERS)
+    for layout in (plan.STRIDED, plan.UNALIGNED)
+]
+
+
 def name(variant) -> str:
     return "-".join([variant.entry, *(f"{key}={value}" for key, value in variant.defines)])
 
@@ -65,7 +81,8 @@ def fits(variant, arch: str, static_bytes: int) -> bool:
 def check_registers(allocated: int, variant) -> None:
     """Of a thread at the launch, and once the consumers have what the others give up."""
     defines = dict(variant.defines)
-    num_threads = variant.num_threads if variant in HELPERS else defines["NUM_THREADS"]
+    is_helper = isinstance(variant, plan.Helper)
+    num_threads = variant.num_threads if is_helper else defines["NUM_THREADS"]
     assert allocated * num_threads <= REGISTERS
     if defines.get("WGMMA"):
         num_consumers = defines["V_ROWS"] // 16

@@ -622,6 +622,7 @@ def test_variants_state_all_that_is_compiled():
             "WGMMA": int(each.wgmma),
             "NUM_THREADS": each.num_threads,
             "SHARED_BYTES": each.shared_bytes,
+            "LAYOUT": plan.CONTIGUOUS,
         }
         assert stated.items() <= dict(each.defines).items()
         # A solver's raw chunks are its own, and it is never more than the stages behind.
@@ -629,6 +630,17 @@ def test_variants_state_all_that_is_compiled():
         # What a block may have, and what its struct is aligned to.
         assert each.num_threads <= 1024 and each.num_threads % 32 == 0
         assert each.shared_bytes % 128 == 0
+
+
+@pytest.mark.parametrize("kernel", [*plan.variants(), plan.CUTS], ids=str)
+def test_a_layout_changes_nothing_but_itself(kernel):
+    assert plan.with_layout(kernel, plan.CONTIGUOUS) == kernel
+    for layout in plan.LAYOUTS:
+        other = plan.with_layout(kernel, layout)
+        assert dict(other.defines) == {**dict(kernel.defines), "LAYOUT": layout}
+        for name in "source", "entry", "num_threads", "shared_bytes":
+            assert getattr(other, name) == getattr(kernel, name)
+        assert plan.with_layout(kernel, layout) is other
 
 
 def test_there_are_variants_of_both_instructions():
