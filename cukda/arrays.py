@@ -17,6 +17,7 @@ import numpy as np
 
 from cukda import cuda_array_interface, dlpack
 from cukda.jit import import_cupy, no_usable_gpu
+from cukda.plan import ROW_ALIGNMENT
 
 CPU = -1
 # What strides a kernel takes: row-major without gaps; any, but along the last axis; any.
@@ -24,23 +25,23 @@ CONTIGUOUS, ROWS, ANY = "contiguous", "rows", "any"
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 # An address below may be the offset that torch gives for a storage without memory; none above.
 _MOST_OFFSET = 2**44
-_MOST_POINTER = 2**63
 
 # Libraries that have no current stream that we know, and whose memory we hold while it is in use.
 _LENDERS = ("dlpack", "jax", "cuda_array_interface")
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 
-# (event, owners): DLPack memory in use by work that was launched and may not have run yet.
+# (event, owners): memory whose library does not know that work which was launched still uses it.
 _in_use: deque[tuple[object, list[object]]] = deque()
 
 # CUDA's pool for Workspace, by device; and what it keeps between calls.
 _KEPT_BYTES = 2**30
 _memory_pools: dict[int, int] = {}
 
-# Types of torch tensors seen so far: a look here takes 0.07 us less than isinstance. `view` sees to
-# them itself; a function of their own would take 0.05 us more.
+# Types of torch tensors and of CuPy arrays seen so far: a look here takes 0.07 us less than
+# isinstance.
 _torch_types: set[type] = set()
+_cupy_types: set[type] = set()
 
 
 # Frozen would say more, and take five times as long to make.
@@ -63,6 +64,11 @@ class Array:
     def size(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        """Of an element of a dtype that kernels take."""
+        return _ITEM_BYTES[self.dtype]
 
     @property
     def num_bytes(self) -> int:
@@ -122,6 +128,52 @@ def view(name: str, array: object, stream: object = None) -> Array:
     return array
 
 
+def signature(given: Sequence[object]) -> tuple[tuple | None, list[int]]:
+    """A key that calls have in common whose arrays `view` and `check` treat alike, and the arrays'
+    addresses, 0 of None.
+
+    The key holds, array by array, dtype, shape and device, and, of those that are not contiguous or
+    not at a multiple of 16 bytes, strides and the address modulo 16. Returns (None, []) where an
+    array is of another library than torch and CuPy, on the CPU, of a type that `view` has not seen,
+    or one that it may refuse.
+    """
+    key, pointers = [], []
+    add = key.append
+    try:
+        for array in given:
+            kind = type(array)
+            if kind in _torch_types:
+                pointer = array.data_ptr()
+                add(array.dtype)
+                add(array.shape)
+                add(array.get_device())
+                if pointer < _MOST_OFFSET or not array.is_cuda or array.is_neg():
+                    return None, []
+                if pointer % ROW_ALIGNMENT or not array.is_contiguous():
+                    add((pointer % ROW_ALIGNMENT, array.stride()))
+            elif array is None:
+                pointer = 0
+                add(None)
+            elif kind in _cupy_types:
+                memory = array.data
+                pointer = memory.ptr
+                if not pointer:
+                    return None, []
+                add(array.dtype)
+                add(array.shape)
+                add(memory.device_id)
+                # What array.flags says, in a tenth of its 0.3 us.
+                if pointer % ROW_ALIGNMENT or not array._c_contiguous:
+                    add((pointer % ROW_ALIGNMENT, array.strides))
+            else:
+                return None, []
+            pointers.append(pointer)
+    except (RuntimeError, ValueError):
+        # torch's, of tensors and parameters without memory.
+        return None, []
+    return tuple(key), pointers
+
+
 def _view_other(name: str, array: object, stream: object) -> Array:
     """view, of all but torch tensors of types that have been seen."""
     # Not isinstance, which asks the object: a proxy says what another one is.
@@ -130,7 +182,11 @@ def _view_other(name: str, array: object, stream: object) -> Array:
         _torch_types.add(kind)
         return view(name, array, stream)
     if _is_kind_of(kind, "cupy", "ndarray"):
-        strides = _in_elements(name, array.strides, array.itemsize)
+        _cupy_types.add(kind)
+        strides = None
+        # As in signature.
+        if not array._c_contiguous:
+            strides = _in_elements(name, array.strides, array.itemsize)
         dtype, data = _dtype_name(array.dtype), array.data
         device = data.device_id
         return Array(name, data.ptr, array.shape, strides, dtype, device, "cupy", True, array)
@@ -143,9 +199,8 @@ def _view_other(name: str, array: object, stream: object) -> Array:
         return _view_dlpack(name, array, stream)
     if cuda_array_interface.is_producer(name, array):
         return _view_cuda_array_interface(name, array)
-    raise TypeError(
-        f"{name}: expected an array (torch, CuPy, NumPy or DLPack), got {kind.__name__}"
-    )
+    expected = "an array (torch, CuPy, NumPy, DLPack or __cuda_array_interface__)"
+    raise TypeError(f"{name}: expected {expected}, got {kind.__name__}")
 
 
 def _is_kind_of(kind: type, module: str, name: str) -> bool:
@@ -161,12 +216,12 @@ def check(
     dtypes: tuple[str, ...],
     shape: tuple[int, ...],
     device: int,
-    alignment: int = 1,
+    alignment: int = 0,
     written: bool = False,
     strides: str = CONTIGUOUS,
 ) -> None:
     """Refuse an array that a kernel could not take as it is. alignment is in bytes, of the array
-    and of each row, where strides may be those of rows apart.
+    and of each row, where strides may be those of rows apart; 0 is an element's size.
 
     Errors: TypeError (dtype), then ValueError (shape, device, strides, no memory, alignment,
     read-only when written), as `name: expected X, got Y`, strides in elements.
@@ -178,6 +233,7 @@ def check(
     if array.device != device:
         expected, got = device_name(device), device_name(array.device)
         raise ValueError(f"{array.name}: expected device {expected}, got {got}")
+    alignment = alignment or array.item_bytes
     if array.strides is not None and not _is_contiguous(shape, array.strides):
         _check_strides(array, strides, alignment, written)
     pointer = array.pointer
@@ -200,7 +256,7 @@ def _check_strides(array: Array, allowed: str, alignment: int, written: bool) ->
         *outer, (stride, n) = axes
         if n != 1 and stride != 1:
             raise ValueError(f"{array.name}: expected a contiguous last axis, got {got}")
-        item_bytes = _ITEM_BYTES[array.dtype]
+        item_bytes = array.item_bytes
         if any(n != 1 and stride * item_bytes % alignment for stride, n in outer):
             expected = f"rows at multiples of {alignment} bytes"
             raise ValueError(f"{array.name}: expected {expected}, got {got}")
@@ -213,19 +269,30 @@ def _check_strides(array: Array, allowed: str, alignment: int, written: bool) ->
             size += stride * (n - 1)
 
 
+def pointers_of(given: Sequence[Array | None]) -> list[int]:
+    """Addresses, 0 for None."""
+    return [0 if array is None else array.pointer for array in given]
+
+
+def is_contiguous(array: Array) -> bool:
+    """Row-major without gaps."""
+    return array.strides is None or _is_contiguous(array.shape, array.strides)
+
+
+def are_rows_at(array: Array, num_bytes: int) -> bool:
+    """Whether an array, and each row along its last axis, begins at a multiple of so many bytes."""
+    if array.strides is None and array.pointer % num_bytes == 0:
+        return array.shape[-1] * array.item_bytes % num_bytes == 0
+    if array.size == 0:
+        return True
+    steps = zip(strides_of(array)[:-1], array.shape[:-1], strict=True)
+    offsets = [stride * array.item_bytes for stride, n in steps if n != 1]
+    return not any(offset % num_bytes for offset in (array.pointer, *offsets))
+
+
 def strides_of(array: Array) -> tuple[int, ...]:
     """In elements."""
     return _row_major(tuple(array.shape)) if array.strides is None else array.strides
-
-
-def span(array: Array) -> tuple[int, int]:
-    """Where the memory between an array's first and last element begins and ends."""
-    if array.size == 0:
-        return array.pointer, array.pointer
-    steps = [stride * (n - 1) for stride, n in zip(strides_of(array), array.shape, strict=True)]
-    item_bytes = _ITEM_BYTES[array.dtype]
-    first = array.pointer + item_bytes * sum(step for step in steps if step < 0)
-    return first, array.pointer + item_bytes * (1 + sum(step for step in steps if step > 0))
 
 
 def real(name: str, value: object) -> float:
@@ -289,7 +356,7 @@ def empty_like(array: Array, stream: object = None) -> object:
     if stream is not None and array.device != CPU:
         pointer = _stream_pointer(stream, array.device)
         with import_cupy().cuda.Device(array.device):
-            _wait_before(pointer, {_current_stream(array.library, array.device)} - {pointer})
+            _wait_before(pointer, {current_stream(array.library, array.device)} - {pointer})
     return new
 
 
@@ -309,7 +376,7 @@ def hand_over(new: object, array: Array, stream: object = None) -> object:
     with import_cupy().cuda.Device(array.device):
         if stream is not None:
             pointer = _stream_pointer(stream, array.device)
-            current = _current_stream(array.library, array.device)
+            current = current_stream(array.library, array.device)
             if current != pointer:
                 _wait(current, pointer)
         return library.from_dlpack(new)
@@ -320,12 +387,27 @@ def to_numpy(array: Array) -> np.ndarray:
     if array.library == "numpy":
         # A subclass may have writes of its own: a masked array leaves out what is masked.
         return array.owner.view(np.ndarray)
-    return np.asarray(_Memory(array)).view(_numpy_dtype(array.dtype))
+    return elements(array).view(_numpy_dtype(array.dtype))
+
+
+def elements(array: Array) -> np.ndarray:
+    """The same memory as NumPy sees it, elements without a type; to look at one is an error if they
+    are not on the CPU.
+    """
+    return np.asarray(_Memory(array))
 
 
 def device_name(device: int) -> str:
     """ "cpu" or "cuda:1", as messages say it."""
     return "cpu" if device == CPU else f"cuda:{device}"
+
+
+def is_current(device: int) -> bool:
+    """Whether kernels that are launched now run there."""
+    cuda = import_cupy().cuda
+    # A thread's first CUDA call may be this one: then no context is bound, and a launch, unlike
+    # most calls of the runtime, binds none.
+    return cuda.runtime.getDevice() == device and bool(cuda.driver.ctxGetCurrent())
 
 
 class launch_on:
@@ -349,8 +431,8 @@ class launch_on:
 
     __slots__ = ("_arrays", "_device", "_kept", "_others", "_pointer", "_previous", "_stream")
 
-    def __init__(self, arrays: Sequence[Array], stream: object = None):
-        self._arrays = arrays
+    def __init__(self, arrays: Sequence[Array | None], stream: object = None):
+        self._arrays = [array for array in arrays if array is not None]
         self._stream = stream
 
     def __enter__(self) -> int:
@@ -358,8 +440,7 @@ class launch_on:
         runtime = cuda.runtime
         self._device = self._arrays[0].device
         self._previous = runtime.getDevice()
-        # A thread's first CUDA call may be this one: then no context is bound, and a launch, unlike
-        # most calls of the runtime, binds none.
+        # See is_current.
         if self._device != self._previous or not cuda.driver.ctxGetCurrent():
             runtime.setDevice(self._device)
         try:
@@ -390,10 +471,10 @@ class launch_on:
                 if array.library != first:
                     break
             else:
-                self._pointer = _current_stream(first, device)
+                self._pointer = current_stream(first, device)
                 return
         libraries = {array.library for array in self._arrays}
-        current = {library: _current_stream(library, device) for library in libraries}
+        current = {library: current_stream(library, device) for library in libraries}
         if stream is None:
             self._pointer = current[first]
             self._others = set(current.values()) - {self._pointer}
@@ -442,6 +523,16 @@ class launch_on:
             import_cupy().cuda.runtime.setDevice(self._previous)
 
 
+class _Stream:
+    """A stream pointer, as CuPy takes it."""
+
+    def __init__(self, pointer: int):
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
 class Workspace:
     """with Workspace(num_bytes, stream_pointer) as workspace: memory between two points of a stream
     of the current device, for the kernels launched inside: workspace.pointer, at a multiple of 256.
@@ -479,11 +570,26 @@ class Workspace:
                 ) from error
         return self
 
-    def copy(self, to: int, begin: int, num_bytes: int) -> None:
-        """Copy from one pointer on the device to another, on the stream."""
-        runtime = import_cupy().cuda.runtime
-        kind = runtime.memcpyDeviceToDevice
-        runtime.memcpyAsync(to, begin, num_bytes, kind, self._stream_pointer)
+    def copy(self, target: int, source: int, like: Array) -> None:
+        """Copy an array from one pointer on the device to another, where it is contiguous, on the
+        stream. like: its shape, strides and dtype; the pointer there is not looked at.
+        """
+        cupy = import_cupy()
+        runtime = cupy.cuda.runtime
+        if is_contiguous(like):
+            kind = runtime.memcpyDeviceToDevice
+            runtime.memcpyAsync(target, source, like.num_bytes, kind, self._stream_pointer)
+            return
+        device = runtime.getDevice()
+
+        def bits(pointer, strides):
+            memory = cupy.cuda.UnownedMemory(pointer, like.num_bytes, None, device)
+            pointer = cupy.cuda.MemoryPointer(memory, 0)
+            return cupy.ndarray(like.shape, f"u{like.item_bytes}", pointer, strides)
+
+        strides = tuple(stride * like.item_bytes for stride in like.strides)
+        with cupy.cuda.Stream.from_external(_Stream(self._stream_pointer)):
+            cupy.copyto(bits(target, None), bits(source, strides))
 
     def __exit__(self, kind, error, traceback) -> None:
         if self.pointer:
@@ -514,14 +620,18 @@ class _Memory:
     """An Array in NumPy's array interface, as elements without a type."""
 
     def __init__(self, array: Array):
-        itemsize, strides = _numpy_dtype(array.dtype).itemsize, array.strides
+        itemsize, strides = _ITEM_BYTES.get(array.dtype), array.strides
+        if itemsize is None:
+            itemsize = _numpy_dtype(array.dtype).itemsize
         if strides is not None:
-            strides = tuple(stride * itemsize for stride in strides)
+            # Of an axis of length 1 it may be beyond what NumPy holds.
+            axes = zip(strides, array.shape, strict=True)
+            strides = tuple(0 if n == 1 else stride * itemsize for stride, n in axes)
         self.owner = array.owner
         self.__array_interface__ = {
             "version": 3,
             "data": (array.pointer, not array.writable),
-            "shape": array.shape,
+            "shape": tuple(array.shape),
             "strides": strides,
             "typestr": f"|V{itemsize}",
         }
@@ -539,7 +649,7 @@ def _view_dlpack(name: str, producer: object, stream: object) -> Array:
                 expected, got = f"one of {num_devices} CUDA devices", f"number {ordinal}"
                 raise ValueError(f"{name}: expected an array on {expected}, got one on {got}")
             if stream is None:
-                pointer = _current_stream("dlpack", ordinal)
+                pointer = current_stream("dlpack", ordinal)
             else:
                 pointer = _stream_pointer(stream, ordinal)
             # Some producers export only what is on the current device.
@@ -605,7 +715,7 @@ def _empty_by_array_api(array: Array, stream: object) -> object:
     return new
 
 
-def _current_stream(library: str, device: int) -> int:
+def current_stream(library: str, device: int) -> int:
     """The pointer of a library's current stream; DLPack's others are met on CuPy's."""
     if library == "torch":
         torch = sys.modules["torch"]
@@ -635,7 +745,7 @@ def _stream_pointer(stream: object, device: int) -> int:
             raise _no_stream(stream) from error
     if not isinstance(pointer, int) or isinstance(pointer, bool):
         raise _no_stream(stream)
-    if not 0 <= pointer < _MOST_POINTER:
+    if not 0 <= pointer < cuda_array_interface.MAX_POINTER:
         raise ValueError(f"stream: expected a pointer, got {pointer:#x}")
     return pointer
 

@@ -12,7 +12,7 @@ import numpy as np
 from cukda import dlpack
 
 MAX_VERSION = 3
-_MOST_POINTER = 2**63
+MAX_POINTER = 2**63
 _LEGACY_STREAM = 1
 
 
@@ -54,10 +54,12 @@ class Export:
         if self.strides is not None and len(self.strides) != len(self.shape):
             got = f"{self.strides} for shape {self.shape}"
             raise ValueError(f"{name}: expected a stride for each axis, got {got}")
-        if not 0 <= self.pointer < _MOST_POINTER:
+        if any(not -MAX_POINTER <= stride < MAX_POINTER for stride in self.strides or ()):
+            raise ValueError(f"{name}: expected strides of 64 bits, got {self.strides}")
+        if not 0 <= self.pointer < MAX_POINTER:
             raise ValueError(f"{name}: expected an address, got {self.pointer:#x}")
         # 0 would be one of two streams, and the interface does not say which.
-        if self.stream is not None and not 0 < self.stream < _MOST_POINTER:
+        if self.stream is not None and not 0 < self.stream < MAX_POINTER:
             expected = "a stream of None, 1, 2 or a pointer"
             raise ValueError(f"{name}: expected {expected}, got {self.stream:#x}")
         if self.stream == _LEGACY_STREAM:

@@ -6,9 +6,12 @@ from typing import NamedTuple
 import numpy as np
 
 from cukda import arrays, jit, kda, plan, reference
+from cukda.launch import OUT, Kept, head_strides, keep, launch_again
+from cukda.overlap import Apart, refuse_overlap
 
 MOST_TOKENS = 16
 _BF16 = ("bfloat16",)
+_FP32 = ("float32",)
 _STATES = ("bfloat16", "float32")
 # The kernel counts blocks in 31 bits, of which there are four a state; and states.
 _MOST = 2**29 - 1
@@ -19,9 +22,9 @@ _NUM_THREADS, _ROW_LANES, _LANE_ROWS, _MIN_BLOCKS = 128, 8, 2, 5
 _V_ROWS = _NUM_THREADS // _ROW_LANES * _LANE_ROWS
 
 # The kernel's parameters in their order. Rows by sequence, token and head are a pointer and three
-# strides, and so is the pool.
-_ROWS = "Pqqq"
-_FIELDS = (*[_ROWS] * 5, "f", _ROWS, "P", "P", "f", _ROWS, "P", "i", "i", "i")
+# strides, and so is the pool; what is by head has one.
+_ROWS, _BY_HEAD = "Pqqq", "Pq"
+_FIELDS = (*[_ROWS] * 5, "f", _ROWS, _BY_HEAD, _BY_HEAD, "f", _ROWS, "P", "i", "i", "i")
 _PARAMETERS = struct.Struct("@" + "".join(_FIELDS))
 
 
@@ -79,24 +82,81 @@ def step(
     lower_bound:    real number in [-5, 0].
     stream:         what to run on instead of the caller's current stream; ignored on the CPU.
 
-    q, k, v, g, beta, out and state may have any strides but along the last axis of 128; rows of
-    state start at multiples of 16 bytes; all others are contiguous. out and state overlap no other
-    array, from the first element to the last: nor rows that lie between. All on one device, as for
-    `cukda.fwd`. Returns out. The call does not synchronise and can be captured in a CUDA graph:
-    replays follow new values, of state_indices too. Between tokens the state is float32; a bfloat16
-    pool rounds it once a call.
+    Arrays may have any strides; the last axis is contiguous in all but beta and A_log,
+    state_indices is contiguous, and rows of state begin at multiples of 16 bytes. out and state
+    have no element in common with another array. All are on one device, as for `cukda.fwd`. Returns
+    out. The call does not synchronise and can be captured in a CUDA graph: replays follow new
+    values, of state_indices too. Between tokens the state is float32; a bfloat16 pool rounds it
+    once a call.
 
     Raises TypeError (kind, dtype) or ValueError (shape, range, device, layout), naming the
     argument, before anything is launched. ImportError without CuPy for arrays on a GPU.
 
     Source: Kimi Linear (Moonshot AI, 2025), arXiv:2510.26692.
     """
+    given = q, k, v, g, beta, out, A_log, dt_bias, state, state_indices
+    key, pointers = arrays.signature(given) if stream is None else (None, [])
+    launch = _launches.get(key)
+    if launch is not None and launch.fits(pointers):
+        # All has been checked but these.
+        scale, lower_bound = kda.checked_scale(scale), kda.checked_lower_bound(lower_bound)
+        result = launch_again(launch, pointers, q, out, scale, lower_bound)
+        if result is not None:
+            return result
+
+    call, result = _checked(
+        q, k, v, g, beta, state, state_indices, scale, out, A_log, dt_bias, lower_bound, stream
+    )
+    is_empty = call.q.shape[0] * call.q.shape[2] == 0
+    if not is_empty and call.q.device == arrays.CPU:
+        _compute_on_cpu(call)
+    elif not is_empty:
+        with arrays.launch_on(call.arrays, stream) as stream_pointer:
+            launch = _Launch(call)
+            pointers = arrays.pointers_of(call.arrays)
+            launch(stream_pointer, pointers, call.scale, call.lower_bound)
+        keep(_launches, key, launch)
+    return arrays.hand_over(result, call.q, stream) if out is None else out
+
+
+# As those of `fwd`.
+_launches: dict[tuple | None, "_Launch"] = {}
+# Places among a call's arrays, beside OUT.
+_STATE, _NUM_ARRAYS = 8, 10
+
+
+class _Call(NamedTuple):
+    """The checked arguments of `step`, and what tells overlaps."""
+
+    q: arrays.Array
+    k: arrays.Array
+    v: arrays.Array
+    g: arrays.Array
+    beta: arrays.Array
+    out: arrays.Array
+    A_log: arrays.Array | None
+    dt_bias: arrays.Array | None
+    state: arrays.Array
+    state_indices: arrays.Array | None
+    scale: float
+    lower_bound: float
+    apart: Apart
+
+    @property
+    def arrays(self) -> tuple[arrays.Array | None, ...]:
+        return self[:_NUM_ARRAYS]
+
+
+def _checked(
+    q, k, v, g, beta, state, state_indices, scale, out, A_log, dt_bias, lower_bound, stream
+) -> tuple[_Call, object]:
+    """The call, and out as the caller has it. Checks in signature order."""
     view, check = arrays.view, arrays.check
     q = view("q", q, stream)
     if len(q.shape) != 4 or q.shape[3] != plan.HEAD_DIM or not 1 <= q.shape[1] <= MOST_TOKENS:
         expected = f"shape (N, T, H, {plan.HEAD_DIM}) with T from 1 to {MOST_TOKENS}"
         raise ValueError(f"q: expected {expected}, got {tuple(q.shape)}")
-    num_sequences, num_tokens, num_heads, head_dim = shape = q.shape
+    num_sequences, _, num_heads, head_dim = shape = q.shape
     device = q.device
     if num_sequences * num_heads > _MOST:
         got = f"N = {num_sequences}, H = {num_heads}"
@@ -104,13 +164,13 @@ def step(
 
     def rows(name, array, written=False):
         array = view(name, array, stream)
-        check(array, _BF16, shape, device, 2, written, arrays.ROWS)
+        check(array, _BF16, shape, device, written=written, strides=arrays.ROWS)
         return array
 
-    check(q, _BF16, shape, device, 2, strides=arrays.ROWS)
+    check(q, _BF16, shape, device, strides=arrays.ROWS)
     k, v, g = rows("k", k), rows("v", v), rows("g", g)
     beta = view("beta", beta, stream)
-    check(beta, _BF16, shape[:3], device, 2, strides=arrays.ANY)
+    check(beta, _BF16, shape[:3], device, strides=arrays.ANY)
     state = view("state", state, stream)
     state_shape = (num_heads, head_dim, head_dim)
     if len(state.shape) != 4 or state.shape[1:] != state_shape:
@@ -122,65 +182,32 @@ def step(
     check(state, _STATES, state.shape, device, plan.ROW_ALIGNMENT, True, arrays.ROWS)
     if state_indices is not None:
         state_indices = view("state_indices", state_indices, stream)
-        check(state_indices, ("int32",), (num_sequences,), device, 4)
+        check(state_indices, ("int32",), (num_sequences,), device)
     elif num_slots < num_sequences:
         expected = f"a state for each of {num_sequences} sequences"
         raise ValueError(f"state: expected {expected}, or state_indices, got {num_slots}")
     scale = kda.checked_scale(scale)
-    given = out
+    result = out
     if out is not None:
         out = rows("out", out, written=True)
     if A_log is not None:
         A_log = view("A_log", A_log, stream)
-        check(A_log, ("float32",), (num_heads,), device, 4)
+        check(A_log, _FP32, (num_heads,), device, strides=arrays.ANY)
     if dt_bias is not None:
         dt_bias = view("dt_bias", dt_bias, stream)
         kda.check_dt_bias(dt_bias, num_heads, device)
     lower_bound = kda.checked_lower_bound(lower_bound)
-    inputs = (q, k, v, g, beta, A_log, dt_bias, state_indices)
-    _refuse_overlap(state, inputs)
-    if given is None:
+    if out is None:
         result = arrays.empty_like(q, stream)
         out = view("out", result, stream)
-        check(out, _BF16, shape, device, 2)
-    else:
-        _refuse_overlap(out, (*inputs, state))
-    call = _Call(q, k, v, g, beta, state, state_indices, scale, out, A_log, dt_bias, lower_bound)
-    if num_sequences * num_heads:
-        if device == arrays.CPU:
-            _compute_on_cpu(call)
-        else:
-            _launch(call, stream)
-    return arrays.hand_over(result, q, stream) if given is None else given
-
-
-class _Call(NamedTuple):
-    """The checked arguments of `step`."""
-
-    q: arrays.Array
-    k: arrays.Array
-    v: arrays.Array
-    g: arrays.Array
-    beta: arrays.Array
-    state: arrays.Array
-    state_indices: arrays.Array | None
-    scale: float
-    out: arrays.Array
-    A_log: arrays.Array | None
-    dt_bias: arrays.Array | None
-    lower_bound: float
-
-
-def _refuse_overlap(output: arrays.Array, others) -> None:
-    """Raise if output shares memory with another array, from its first element to its last."""
-    begin, end = arrays.span(output)
-    for other in others:
-        if other is not None:
-            other_begin, other_end = arrays.span(other)
-            if begin < other_end and other_begin < end and begin < end and other_begin < other_end:
-                expected = "memory of its own, from the first element to the last"
-                got = f"an array that overlaps {other.name}"
-                raise ValueError(f"{output.name}: expected {expected}, got {got}")
+        check(out, _BF16, shape, device)
+    given = (q, k, v, g, beta, out, A_log, dt_bias, state, state_indices)
+    apart = Apart(given, OUT, _STATE)
+    if not (apart.is_usable and apart(arrays.pointers_of(given))):
+        inputs = [array for array in given if array is not out and array is not state]
+        refuse_overlap(state, inputs)
+        refuse_overlap(out, (*inputs, state))
+    return _Call(*given, scale, lower_bound, apart), result
 
 
 def _compute_on_cpu(call: _Call) -> None:
@@ -210,40 +237,55 @@ def _compute_on_cpu(call: _Call) -> None:
     out[there] = outs
 
 
-def _launch(call: _Call, stream) -> None:
-    used = [array for array in call if isinstance(array, arrays.Array)]
-    num_sequences, num_tokens, num_heads, head_dim = call.q.shape
-    with arrays.launch_on(used, stream) as stream_pointer:
+class _Launch(Kept):
+    """What calls of `step` launch on the current device, as launch.Launch of `fwd`."""
+
+    __slots__ = ("_grid", "_kernel", "_sizes", "_strides")
+
+    def __init__(self, call: _Call):
+        super().__init__(call)
+        num_sequences, num_tokens, num_heads, head_dim = call.q.shape
         variant = _VARIANTS[call.state.dtype]
-        kernel = jit.kernel(variant.source, variant.entry, variant.defines)
-        kernel(
-            num_sequences * num_heads * (head_dim // _V_ROWS),
+        self._kernel = jit.kernel(variant.source, variant.entry, variant.defines)
+        self._grid = num_sequences * num_heads * (head_dim // _V_ROWS)
+        self._sizes = call.state.shape[0], num_tokens, num_heads
+        rows = (call.q, call.k, call.v, call.g, call.beta, call.out, call.state)
+        self._strides = (
+            *(arrays.strides_of(array)[:3] for array in rows),
+            head_strides(call.A_log, call.dt_bias),
+        )
+
+    def __call__(
+        self, stream_pointer: int, pointers: list[int], scale: float, lower_bound: float
+    ) -> None:
+        q, k, v, g, beta, out, A_log, dt_bias, state, state_indices = pointers
+        of_q, of_k, of_v, of_g, of_beta, of_out, of_state, (of_A_log, of_dt_bias) = self._strides
+        self._kernel(
+            self._grid,
             _NUM_THREADS,
             0,
             stream_pointer,
             _PARAMETERS,
-            *_rows(call.q),
-            *_rows(call.k),
-            *_rows(call.v),
-            *_rows(call.g),
-            *_rows(call.beta),
-            call.scale,
-            *_rows(call.out),
-            _pointer(call.A_log),
-            _pointer(call.dt_bias),
-            call.lower_bound,
-            *_rows(call.state),
-            _pointer(call.state_indices),
-            call.state.shape[0],
-            num_tokens,
-            num_heads,
+            q,
+            *of_q,
+            k,
+            *of_k,
+            v,
+            *of_v,
+            g,
+            *of_g,
+            beta,
+            *of_beta,
+            scale,
+            out,
+            *of_out,
+            A_log,
+            of_A_log,
+            dt_bias,
+            of_dt_bias,
+            lower_bound,
+            state,
+            *of_state,
+            state_indices,
+            *self._sizes,
         )
-
-
-def _rows(array: arrays.Array) -> tuple[int, ...]:
-    """Pointer and the strides of the first three axes, in elements."""
-    return array.pointer, *arrays.strides_of(array)[:3]
-
-
-def _pointer(array: arrays.Array | None) -> int:
-    return 0 if array is None else array.pointer

@@ -77,8 +77,8 @@ def chunk_kda(
     round it moves the gate's logit by up to exp(A_log) · |g| / 256 and ln β by up to |beta| / 256.
     That is more than rounding the result does where these are large. The caller may round.
 
-    Tensors that are not contiguous, or do not start at a multiple of 16 bytes, are copied; states
-    that are [K, V] are copied twice, before and after.
+    Strides are those of cukda.fwd; tensors whose last axis is not contiguous, but beta, are copied,
+    and so is cu_seqlens. States that are [K, V] are copied twice, before and after.
 
     Returns (o, final_state): bfloat16 [B, T, H, 128], zero in rows of no sequence, as fla's; and
     float32 of initial_state's layout, or None without output_final_state.
@@ -95,21 +95,20 @@ def chunk_kda(
     final_state = None
     if output_final_state:
         final_state = q.new_empty((num_sequences, *_state_shape(q)), dtype=torch.float32)
-    v = _row_major(v)
     out = kda.fwd(
-        _row_major(q),
-        _row_major(k),
-        v,
-        _row_major(g),
-        _row_major(beta),
+        _in_rows(q),
+        _in_rows(k),
+        _in_rows(v),
+        _in_rows(g),
+        beta,
         scale,
-        None if cu_seqlens is None else torch.zeros_like(v),
+        None if cu_seqlens is None else v.new_zeros(v.shape),
         _parameter(kwargs.get("A_log")),
         _parameter(kwargs.get("dt_bias")),
         lower_bound,
-        _row_major(initial_state),
+        _in_rows(initial_state),
         final_state,
-        _row_major(cu_seqlens),
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
     )
     if output_final_state and not state_v_first:
         final_state = final_state.transpose(-1, -2).contiguous()
@@ -199,6 +198,9 @@ def _check(call: dict) -> None:
             # No values of others: of tensors on a GPU they would be waited for.
             got = value if isinstance(value, bool) else type(value).__name__
             raise NotImplementedError(f"{name}: expected {served}, got {got}")
+    if call["lower_bound"] is None:
+        expected, got = "a number in [-5, 0]", "None, for which fla has a softplus gate"
+        raise NotImplementedError(f"lower_bound: expected {expected}, got {got}")
     lower_bound = kda.checked_lower_bound(call["lower_bound"])
     if call["safe_gate"] and lower_bound == 0:
         raise ValueError("lower_bound: expected a number in [-5, 0) with safe_gate, got 0")
@@ -240,13 +242,10 @@ def _state_shape(q) -> tuple[int, int, int]:
     return q.shape[2], plan.HEAD_DIM, plan.HEAD_DIM
 
 
-def _row_major(tensor):
-    """Contiguous and aligned for cukda.fwd, a copy where it must be; None stays None."""
-    if tensor is None:
-        return None
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % plan.ROW_ALIGNMENT else tensor
+def _in_rows(tensor):
+    """With a contiguous last axis, a copy where it must be; None stays None."""
+    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _parameter(tensor):
-    return None if tensor is None else _row_major(tensor.float().reshape(-1))
+    return None if tensor is None else _in_rows(tensor.float().reshape(-1))

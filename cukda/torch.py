@@ -9,7 +9,7 @@ import torch
 
 import cukda
 
-# Compilers choose strides of their own, which the kernels would refuse, unless they are told.
+# Compilers choose strides of their own, with which kernels are slower, unless they are told.
 _TAGS = (
     torch.Tag.pt2_compliant_tag,
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),

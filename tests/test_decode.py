@@ -1,7 +1,5 @@
 """cukda.step without a GPU: the CPU path, what is refused, strides, padding."""
 
-import itertools
-
 import decoding
 import numpy as np
 import oracle
@@ -9,7 +7,6 @@ import pytest
 from inputs import BF16, TOKENS
 
 import cukda
-from cukda import arrays
 
 # Greatest ‖got − want‖ / ‖want‖ of out, rounded to bfloat16, and of a float32 or bfloat16 pool.
 OUT_TOLERANCE = 2.5e-3
@@ -48,18 +45,9 @@ def test_without_indices_each_sequence_has_its_own_state():
         assert np.array_equal(got, expected)
 
 
-@pytest.mark.parametrize("padding", [-1, -(2**31), 8, 2**31 - 1])
+@pytest.mark.parametrize("padding", decoding.PADDING)
 def test_padding_leaves_out_and_states_alone(padding):
-    case = decoding.make(5, 3, 2)
-    whole_out, whole_pool = run(case)
-    case["state_indices"][[1, 4]] = padding
-    out, pool = run(case)
-    assert np.isnan(out[[1, 4]].astype(np.float32)).all()
-    kept, slots = [0, 2, 3], case["state_indices"][[0, 2, 3]]
-    assert np.array_equal(out[kept], whole_out[kept])
-    assert np.array_equal(pool[slots], whole_pool[slots])
-    others = np.setdiff1d(np.arange(len(pool)), slots)
-    assert np.array_equal(pool[others], case["state"][others])
+    decoding.check_padding(run, padding)
 
 
 @pytest.mark.parametrize("axes", [(2, 0, 1), (1, 2, 0)])
@@ -70,7 +58,9 @@ def test_any_strides(axes):
     apart["beta"] = np.repeat(case["beta"], 2, axis=-1)[..., ::2]
     state = decoding.strided(case["state"], axes)
     out = decoding.strided(np.full(case["q"].shape, np.nan, BF16), axes)
-    options = {n: case[n] for n in ("A_log", "dt_bias", "state_indices", "scale", "lower_bound")}
+    apart["A_log"] = np.repeat(case["A_log"], 3)[::3]
+    apart["dt_bias"] = decoding.strided(case["dt_bias"], (0,))
+    options = {n: case[n] for n in ("state_indices", "scale", "lower_bound")}
     assert not any(x.flags.c_contiguous for x in (*apart.values(), state, out))
     assert cukda.step(**apart, **options, state=state, out=out) is out
     assert np.array_equal(out, expected[0]) and np.array_equal(state, expected[1])
@@ -160,7 +150,7 @@ WRONG = [
         "out",
         lambda c: c["q"],
         ValueError,
-        "out: expected memory of its own, from the first element",
+        "out: expected memory of its own, got an array that overlaps q",
     ),
     ("out", lambda c: np.zeros((3, 2, 2, 128), F32), TypeError, "out: expected dtype bfloat16, go"),
     ("A_log", lambda c: c["A_log"][:1], ValueError, "A_log: expected shape (2,), got (1,)"),
@@ -203,11 +193,48 @@ def test_rows_of_states_start_at_16_bytes():
         cukda.step(**case)
 
 
-def test_span():
-    x = np.zeros((4, 6, 8), np.float32)[::2, ::-1, 1:]
-    array = arrays.view("x", x)
-    begin, end = arrays.span(array)
-    steps = [range(0, n * stride, stride) for n, stride in zip(x.shape, x.strides, strict=True)]
-    first = x.__array_interface__["data"][0]
-    addresses = [first + sum(step) for step in itertools.product(*steps)]
-    assert (begin, end) == (min(addresses), max(addresses) + 4)
+def test_rows_begin_at_any_element():
+    case = decoding.make(3, 2, 4)
+    expected = run(case)
+    for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "out"):
+        values = np.full(case["q"].shape, np.nan, BF16) if name == "out" else case[name]
+        wide = np.zeros((*values.shape[:-1], values.shape[-1] + 3), values.dtype)
+        part = wide[..., 1:-2]
+        part[...] = values
+        given = {**case, "state": case["state"].copy(), name: part}
+        assert np.array_equal(cukda.step(**given), expected[0])
+        assert np.array_equal(given["state"], expected[1])
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g"])
+def test_out_beside_an_inputs_rows(name):
+    case = decoding.make(3, 2, 4)
+    expected = run(case)
+    buffer = np.full((3, 2, 4, 256), 3, BF16)
+    buffer[..., :128] = case[name]
+    given = {**case, "state": case["state"].copy(), name: buffer[..., :128]}
+    assert np.array_equal(cukda.step(**given, out=buffer[..., 128:]), expected[0])
+    assert np.array_equal(given["state"], expected[1])
+    assert np.array_equal(buffer[..., :128], case[name])
+    before = buffer.copy(), given["state"].copy()
+    message = f"^out: expected memory of its own, got an array that overlaps {name}$"
+    with pytest.raises(ValueError, match=message):
+        cukda.step(**given, out=buffer[..., 127:-1])
+    assert np.array_equal(buffer, before[0]) and np.array_equal(given["state"], before[1])
+
+
+def test_out_between_states():
+    """A pool of pages, which have room for more than states."""
+    case = decoding.make(2, 1, 3)
+    expected = run(case)
+    pages = np.zeros((5, 4, 128, 128), np.float32)
+    state = pages[:, :3]
+    state[...] = case["state"]
+    rows = pages[:, 3].view(BF16)
+    given = {**case, "state": state}
+    out = rows[:2, None, :3, :128]
+    assert cukda.step(**given, out=out) is out
+    assert np.array_equal(out, expected[0]) and np.array_equal(state, expected[1])
+    out = pages[:, 2].view(BF16)[:2, None, :3, :128]
+    with pytest.raises(ValueError, match="^out: expected memory of its own, got .* overlaps state"):
+        cukda.step(**given, out=out)

@@ -7,6 +7,7 @@ checks never read.
 import math
 import re
 
+import inputs
 import ml_dtypes
 import numpy as np
 import pytest
@@ -35,9 +36,9 @@ ARRAYS = {
     "final_state": (STATES, "bfloat16 or float32"),
     "cu_seqlens": ((B + 1,), "int32 or int64"),
 }
+AN_ARRAY = "an array (torch, CuPy, NumPy, DLPack or __cuda_array_interface__)"
 REQUIRED = ("q", "k", "v", "g", "beta")
 WRITTEN = ("out", "final_state")
-STATE_NAMES = ("initial_state", "final_state")
 NUMBERS = ("scale", "lower_bound")
 
 
@@ -128,13 +129,13 @@ def test_optional_arguments_may_be_none(library):
 def test_kind(library, name, wrong):
     call = arguments(library, packed=name == "cu_seqlens") | {name: wrong}
     got = type(wrong).__name__
-    message = f"{name}: expected an array (torch, CuPy, NumPy or DLPack), got {got}"
+    message = f"{name}: expected {AN_ARRAY}, got {got}"
     refused(call, TypeError, message)
 
 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_required_arrays_are_not_none(library, name):
-    message = f"{name}: expected an array (torch, CuPy, NumPy or DLPack), got NoneType"
+    message = f"{name}: expected {AN_ARRAY}, got NoneType"
     refused(arguments(library) | {name: None}, TypeError, message)
 
 
@@ -315,42 +316,201 @@ def test_tensor_without_memory(name):
     assert str(caught.value) == f"{name}: expected an array with memory, got a null pointer"
 
 
-LAYOUTS = {
-    "transposed": lambda full, shape: full(shape[::-1]).transpose(*range(len(shape))[::-1]),
-    "every second": lambda full, shape: full((*shape[:-1], 2 * shape[-1]))[..., ::2],
-    "expanded": lambda full, shape: np.broadcast_to(full((*shape[:-1], 1)), shape),
-    "reversed": lambda full, shape: full(shape)[..., ::-1],
+def values_of_a_call(packed):
+    """A right call of NumPy arrays with other values everywhere; outputs full of SENTINEL."""
+    case = inputs.make([2, 8], H) if packed else inputs.make([T], H, batch=B)
+    out = np.full(case["q"].shape, SENTINEL, BF16)
+    final_state = np.full(case["initial_state"].shape, SENTINEL, np.float32)
+    return {**case, "out": out, "final_state": final_state}
+
+
+def gap(shape, before, behind):
+    wide = (*shape[:-1], shape[-1] + before + behind)
+    return wide, lambda memory: memory[..., before : before + shape[-1]]
+
+
+def swapped(shape):
+    """All axes but the last in reverse."""
+    order = (*reversed(range(len(shape) - 1)), len(shape) - 1)
+    return [shape[axis] for axis in order], lambda memory: memory.transpose(order)
+
+
+def last_first(shape):
+    return (shape[-1], *shape[:-1]), lambda memory: memory.transpose(*range(1, len(shape)), 0)
+
+
+def every_second(shape):
+    return (*shape[:-1], 2 * shape[-1]), lambda memory: memory[..., ::2]
+
+
+# From an array's shape: that of the memory which it is a part of, and the function that takes it.
+ROW_LAYOUTS = {
+    "rows at multiples of 16 bytes": lambda shape: gap(shape, 16, 8),
+    "rows at any element": lambda shape: gap(shape, 1, 4),
+    "axes swapped": swapped,
+    "every second of the first axis": lambda shape: (
+        (2 * shape[0], *shape[1:]),
+        lambda memory: memory[1::2],
+    ),
+    "from last to first": lambda shape: (shape, lambda memory: memory[::-1]),
 }
-TORCH_LAYOUTS = {
-    "transposed": lambda full, shape: full(shape[::-1]).permute(*range(len(shape))[::-1]),
-    "every second": LAYOUTS["every second"],
-    "expanded": lambda full, shape: full((*shape[:-1], 1)).expand(shape),
+LAST_AXIS_LAYOUTS = {
+    "every second of the last axis": every_second,
+    "last axis first": last_first,
+    "last axis reversed": lambda shape: (shape, lambda memory: memory[..., ::-1]),
 }
 
 
+def laid_out(library, layout, values):
+    """(memory, array): the values as an array of the library in a NumPy array's memory."""
+    shape, part = layout(values.shape)
+    memory = np.full(shape, SENTINEL, values.dtype)
+    part(memory)[...] = values
+    return memory, in_library(library, part(memory), memory)
+
+
+def in_library(library, array, memory):
+    if library.name == "numpy":
+        return array
+    if any(stride < 0 for stride in array.strides):
+        pytest.skip("torch has no such strides")
+    item_bytes = array.itemsize
+    tensor = torch.from_numpy(memory.view(f"i{item_bytes}")).view(getattr(torch, str(array.dtype)))
+    offset = (array.ctypes.data - memory.ctypes.data) // item_bytes
+    return tensor.as_strided(array.shape, strides_of(array), offset)
+
+
+def strides_of(array):
+    """In elements."""
+    if isinstance(array, torch.Tensor):
+        return array.stride()
+    return tuple(stride // array.itemsize for stride in array.strides)
+
+
+def same_bits(a, b):
+    return a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    "library, name, layout",
+    "name, layout",
     [
-        (library, name, layout)
-        for library, layouts in (("numpy", LAYOUTS), ("torch", TORCH_LAYOUTS))
+        (name, layout)
         for name in ARRAYS
-        for layout in layouts
-        if layout != "transposed" or len(ARRAYS[name][0]) > 1
+        if name != "cu_seqlens"
+        for layout in (*ROW_LAYOUTS, *(LAST_AXIS_LAYOUTS if name in ("beta", "A_log") else ()))
     ],
 )
-def test_layout(library, name, layout):
-    packed = name == "cu_seqlens"
-    shape, dtype = shape_of(name, packed), ARRAYS[name][1].split()[-1]
-    make = (LAYOUTS if library == "numpy" else TORCH_LAYOUTS)[layout]
-    library = Library(library)
-    wrong = make(lambda shape: library.full(shape, dtype), shape)
-    if library.name == "torch":
-        strides = wrong.stride()
+def test_any_strides_give_the_same_bits(library, name, layout, packed):
+    """And what is written is in place, with nothing beside it."""
+    call = values_of_a_call(packed)
+    layouts = ROW_LAYOUTS | LAST_AXIS_LAYOUTS
+    memory, array = laid_out(library, layouts[layout], call[name])
+    given = {n: x.copy() for n, x in call.items() if isinstance(x, np.ndarray)}
+    given = {n: in_library(library, x, x) for n, x in given.items()}
+    before = memory.copy()
+    cukda.fwd(**call)
+    got = call | given | {name: array}
+    assert cukda.fwd(**got) is got["out"]
+    if name in WRITTEN:
+        _, part = layouts[layout](call[name].shape)
+        part(before)[...] = call[name]
+    assert same_bits(memory, before)
+    for output in WRITTEN:
+        found = got[output]
+        if library.name == "torch":
+            found = found.contiguous().view(getattr(torch, f"int{8 * found.itemsize}")).numpy()
+        assert same_bits(found, call[output])
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("packed", [False, True])
+def test_any_strides_of_all_arrays_at_once(packed, seed):
+    """States in place too, and inputs that repeat a row of theirs."""
+    rng, call = np.random.default_rng(seed), values_of_a_call(packed)
+    library, got, memories = Library("numpy"), dict(call), {}
+    for name in ARRAYS:
+        if call[name] is None or name == "cu_seqlens":
+            continue
+        if name not in WRITTEN and rng.random() < 0.3:
+            call[name] = np.broadcast_to(call[name][:1], call[name].shape)
+            got[name] = call[name]
+            continue
+        layout = ROW_LAYOUTS[rng.choice(list(ROW_LAYOUTS))]
+        memory, got[name] = laid_out(library, layout, call[name])
+        memories[name] = memory, layout
+    if seed % 2 and "initial_state" in memories:
+        got["final_state"] = got["initial_state"]
+        memories["final_state"] = memories.pop("initial_state")
+    before = {name: memory.copy() for name, (memory, _) in memories.items()}
+    call = {name: x.copy() if isinstance(x, np.ndarray) else x for name, x in call.items()}
+    cukda.fwd(**call)
+    cukda.fwd(**got)
+    for name, (memory, layout) in memories.items():
+        if name in WRITTEN:
+            layout(call[name].shape)[1](before[name])[...] = call[name]
+        assert same_bits(memory, before[name]), name
+
+
+@pytest.mark.parametrize("layout", [*LAST_AXIS_LAYOUTS, "last axis of one"])
+@pytest.mark.parametrize(
+    "name", [name for name in ARRAYS if name not in ("beta", "A_log", "cu_seqlens")]
+)
+def test_last_axis_that_is_not_contiguous(library, name, layout):
+    """But that of a flat dt_bias's heads."""
+    values = np.full(*ARRAYS[name][:1], SENTINEL, call_dtype(name))
+    if layout == "last axis of one":
+        memory = np.full((*values.shape[:-1], 1), SENTINEL, values.dtype)
+        strided = np.lib.stride_tricks.as_strided(memory, values.shape, (*memory.strides[:-1], 0))
+        wrong = in_library(library, strided, memory)
     else:
-        strides = tuple(stride // wrong.itemsize for stride in wrong.strides)
-    got = f"strides {strides}, in elements, for shape {shape}"
-    message = f"{name}: expected a contiguous array, got {got}"
-    refused(arguments(library, packed) | {name: wrong}, ValueError, message)
+        _, wrong = laid_out(library, LAST_AXIS_LAYOUTS[layout], values)
+    got = f"strides {strides_of(wrong)}, in elements, for shape {values.shape}"
+    message = f"{name}: expected a contiguous last axis, got {got}"
+    refused(arguments(library) | {name: wrong}, ValueError, message)
+
+
+def call_dtype(name):
+    dtype = ARRAYS[name][1].split()[-1]
+    return getattr(ml_dtypes, dtype, dtype)
+
+
+@pytest.mark.parametrize("layout", ["every second of the last axis", "last axis reversed"])
+def test_flat_dt_bias_that_is_not_contiguous(library, layout):
+    _, wrong = laid_out(library, LAST_AXIS_LAYOUTS[layout], np.zeros(H * D, np.float32))
+    got = f"strides {strides_of(wrong)}, in elements, for shape {(H * D,)}"
+    message = f"dt_bias: expected a contiguous last axis, got {got}"
+    refused(arguments(library) | {"dt_bias": wrong}, ValueError, message)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("layout", ["every second of the last axis", "last axis reversed"])
+def test_cu_seqlens_that_are_not_contiguous(library, layout, dtype):
+    _, wrong = laid_out(library, LAST_AXIS_LAYOUTS[layout], np.zeros(B + 1, dtype))
+    got = f"strides {strides_of(wrong)}, in elements, for shape {(B + 1,)}"
+    message = f"cu_seqlens: expected a contiguous array, got {got}"
+    refused(arguments(library, packed=True) | {"cu_seqlens": wrong}, ValueError, message)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("axis", range(3))
+@pytest.mark.parametrize("stride", [0, 1, 64, D - 1])
+def test_what_is_written_has_no_element_twice(library, name, axis, stride):
+    values = np.full(ARRAYS[name][0], SENTINEL, call_dtype(name))
+    strides = list(values.strides)
+    strides[axis] = stride * values.itemsize
+    strided = np.lib.stride_tricks.as_strided(values, values.shape, strides)
+    wrong = in_library(library, strided, values)
+    got = f"strides {strides_of(wrong)}, in elements, for shape {values.shape}"
+    message = f"{name}: expected rows side by side, no element twice, got {got}"
+    refused(arguments(library) | {name: wrong}, ValueError, message)
+    # Where there is one of them a stride is of nothing.
+    num = tuple(1 if i == axis else n for i, n in enumerate(values.shape))
+    one = {other: x[:, :1] for other, x in arguments(library).items() if other in REQUIRED}
+    if name == "out" and axis == 1:
+        right = in_library(library, strided[:, :1], values)
+        assert right.shape == num
+        assert cukda.fwd(**one, out=right) is right
 
 
 @pytest.mark.parametrize(
@@ -362,58 +522,36 @@ def test_layout(library, name, layout):
         if name != "cu_seqlens" and num_bytes >= (4 if allowed == "float32" else 2)
     ],
 )
-def test_base_off_by_bytes_is_right_or_refused(library, name, num_bytes):
+def test_base_at_any_element(library, name, num_bytes):
     shape, dtype = ARRAYS[name][0], ARRAYS[name][1].split()[0]
     call = arguments(library)
     want = cukda.fwd(**(call | {name: library.full(shape, dtype)}))
     call |= {"out": library.full(ROWS, "bfloat16"), name: library.off_by(num_bytes, shape, dtype)}
-    try:
-        got = cukda.fwd(**call)
-    except ValueError as error:
-        message = rf"{name}: expected an address divisible by \d+, got 0x[0-9a-f]+, \d+ past one"
-        assert re.fullmatch(message, str(error))
-    else:
-        assert bool((got == want).all())
+    got = cukda.fwd(**call)
+    assert got is call["out"] and bool((got == want).all())
 
 
 @pytest.mark.parametrize(
-    "name, dtype, alignment",
-    [
-        *((name, "bfloat16", 16) for name in ("q", "k", "v", "g", "out")),
-        *((name, dtype, 16) for name in STATE_NAMES for dtype in ("bfloat16", "float32")),
-        ("cu_seqlens", "int64", 8),
-        ("cu_seqlens", "int32", 4),
-    ],
+    "name, dtype",
+    [(name, dtype) for name, (_, dtypes) in ARRAYS.items() for dtype in dtypes.split(" or ")],
 )
-def test_half_the_alignment_is_refused(library, name, dtype, alignment):
+def test_address_between_elements(library, name, dtype):
+    """Which torch cannot be made to begin at, but one of NumPy's arrays among torch's can."""
     packed = name == "cu_seqlens"
-    call = arguments(library, packed)
-    off = alignment // 2
-    if off % np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize and library.name == "torch":
-        # torch cannot be made to begin between two elements; DLPack says what NumPy has.
-        library = Library("numpy")
-        wrong = OnlyDlpack(library.off_by(off, shape_of(name, packed), dtype))
-    else:
-        wrong = library.off_by(off, shape_of(name, packed), dtype)
-    with pytest.raises(ValueError) as caught:
-        cukda.fwd(**(call | {name: wrong}))
-    message = rf"{name}: expected an address divisible by {alignment}, got 0x[0-9a-f]+, {off} past "
-    assert re.match(message, str(caught.value))
+    item_bytes = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+    for off in {1, item_bytes // 2, item_bytes - 1, item_bytes + 1}:
+        wrong = Library("numpy").off_by(off, shape_of(name, packed), dtype)
+        call = arguments(library, packed)
+        with pytest.raises(ValueError) as caught:
+            cukda.fwd(**(call | {name: wrong}))
+        expected, past = f"an address divisible by {item_bytes}", off % item_bytes
+        message = rf"{name}: expected {expected}, got 0x[0-9a-f]+, {past} past one"
+        assert re.fullmatch(message, str(caught.value))
 
 
 def test_int32_cu_seqlens_need_four_bytes(library):
     call = arguments(library, packed=True)
     cukda.fwd(**(call | {"cu_seqlens": library.off_by(4, (B + 1,), "int32")}))
-
-
-@pytest.mark.parametrize("name", ["beta", "A_log", "dt_bias", "cu_seqlens"])
-def test_address_between_elements(name):
-    library = Library("numpy")
-    packed = name == "cu_seqlens"
-    shape, dtype = shape_of(name, packed), ARRAYS[name][1].split()[-1]
-    call = arguments(library, packed) | {name: library.off_by(1, shape, dtype)}
-    with pytest.raises(ValueError, match=rf"^{name}: expected an address divisible by \d+, got 0x"):
-        cukda.fwd(**call)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -509,6 +647,41 @@ def test_out_is_an_input(library, other):
     refused(call, ValueError, message)
 
 
+@pytest.mark.parametrize("other", ["q", "k", "v", "g"])
+def test_out_beside_an_inputs_rows(library, other):
+    """In one buffer, row by row; and no further than that."""
+    values = values_of_a_call(packed=False)
+    call = {n: in_library(library, x, x) for n, x in values.items() if isinstance(x, np.ndarray)}
+    want = cukda.fwd(**(call | {"out": None, "final_state": None}))
+    memory = np.full((*ROWS[:3], 2 * D), SENTINEL, BF16)
+    memory[..., :D] = values[other]
+    buffer = in_library(library, memory, memory)
+    call |= {other: buffer[..., :D], "out": buffer[..., D:]}
+    assert cukda.fwd(**call) is call["out"]
+    assert bool((call["out"] == want).all())
+    assert same_bits(memory[..., :D], values[other])
+    call["out"] = buffer[..., D - 1 : -1]
+    message = f"out: expected memory of its own, got an array that overlaps {other}"
+    refused(call, ValueError, message)
+
+
+def test_states_side_by_side(library):
+    """In one buffer: the initial and the final ones of each sequence; and rows of both in turn."""
+    call = arguments(library)
+    for axis in range(1, 4):
+        shape = tuple(2 * n if i == axis else n for i, n in enumerate(STATES))
+        buffer, n = library.full(shape, "float32"), STATES[axis]
+        first, second = (
+            (slice(None),) * axis + (slice(n),),
+            (slice(None),) * axis + (slice(n, None),),
+        )
+        cukda.fwd(**(call | {"initial_state": buffer[first], "final_state": buffer[second]}))
+        second = (slice(None),) * axis + (slice(n - 1, 2 * n - 1),)
+        call |= {"initial_state": buffer[first], "final_state": buffer[second]}
+        overlap = "an array that overlaps initial_state"
+        refused(call, ValueError, f"final_state: expected memory of its own, got {overlap}")
+
+
 def test_final_state_may_be_initial_state_but_no_part_of_it(library):
     call = arguments(library)
     buffer = library.full((B + 1, H, D, D), "float32")
@@ -585,7 +758,7 @@ def test_sigmoid_input(library, function):
 
     for wrong in (None, [1.0], 1.0, "x"):
         got = type(wrong).__name__
-        message = f"x: expected an array (torch, CuPy, NumPy or DLPack), got {got}"
+        message = f"x: expected {AN_ARRAY}, got {got}"
         raises(TypeError, message, wrong)
     for dtype in ("float64", "int32", "bool"):
         with pytest.raises(TypeError, match=rf"^x: expected dtype (\w+ or )+\w+, got {dtype}$"):
@@ -601,7 +774,7 @@ def test_sigmoid_input(library, function):
 
 def test_sigmoid_output(library):
     x = library.full((4, 3), "float32")
-    message = "out: expected an array (torch, CuPy, NumPy or DLPack), got list"
+    message = f"out: expected {AN_ARRAY}, got list"
     sigmoid_refused(TypeError, message, x, [0.0])
     message = "out: expected dtype float32, got bfloat16"
     sigmoid_refused(TypeError, message, x, library.full((4, 3), "bfloat16"))

@@ -17,7 +17,9 @@ import pytest
 from test_jit import CUDARuntimeError, FakeCuPy
 
 import cukda
-from cukda import arrays, decode, jit, kda, plan, sigmoid_ext
+from cukda import arrays, decode, jit, plan, sigmoid_ext
+from cukda.launch import CUTS_PARAMETERS, PARAMETERS
+from cukda.overlap import Apart
 
 H200 = plan.Gpu(132, 227 * 1024, has_wgmma=True)
 STREAM = 0x5EED
@@ -95,13 +97,13 @@ SMALLEST = plan.variants()[-1]
 @pytest.mark.parametrize(
     ("variant", "layout", "arch"),
     [
-        pytest.param(WGMMA, kda._PARAMETERS, "sm_90a", id="kda, wgmma-sm_90a"),
-        pytest.param(LARGEST, kda._PARAMETERS, "sm_90a", id="kda-sm_90a"),
-        pytest.param(LARGEST, kda._PARAMETERS, "sm_80", id="kda-sm_80"),
-        pytest.param(SMALLEST, kda._PARAMETERS, "sm_90a", id="kda, smallest-sm_90a"),
-        pytest.param(SMALLEST, kda._PARAMETERS, "sm_80", id="kda, smallest-sm_80"),
-        pytest.param(plan.CUTS, kda._CUTS_PARAMETERS, "sm_90a", id="cuts-sm_90a"),
-        pytest.param(plan.CUTS, kda._CUTS_PARAMETERS, "sm_80", id="cuts-sm_80"),
+        pytest.param(WGMMA, PARAMETERS, "sm_90a", id="kda, wgmma-sm_90a"),
+        pytest.param(LARGEST, PARAMETERS, "sm_90a", id="kda-sm_90a"),
+        pytest.param(LARGEST, PARAMETERS, "sm_80", id="kda-sm_80"),
+        pytest.param(SMALLEST, PARAMETERS, "sm_90a", id="kda, smallest-sm_90a"),
+        pytest.param(SMALLEST, PARAMETERS, "sm_80", id="kda, smallest-sm_80"),
+        pytest.param(plan.CUTS, CUTS_PARAMETERS, "sm_90a", id="cuts-sm_90a"),
+        pytest.param(plan.CUTS, CUTS_PARAMETERS, "sm_80", id="cuts-sm_80"),
         *(
             pytest.param(
                 sigmoid_ext.VARIANTS[0], sigmoid_ext._PARAMETERS, arch, id=f"sigmoid-{arch}"
@@ -114,6 +116,39 @@ def test_layout_is_that_of_the_binary(variant, layout, arch):
     compiled = jit.compile(variant.source, variant.defines, arch)
     assert parameters_of(compiled.cubin, variant.entry) == parameters_in(layout)
     assert layout.size == sum(parameters_in(layout)[-1])
+
+
+@pytest.mark.parametrize(
+    ("variant", "contiguous", "layout", "arch"),
+    [
+        pytest.param(WGMMA, PARAMETERS, plan.STRIDED, "sm_90a", id="kda, wgmma-sm_90a"),
+        pytest.param(SMALLEST, PARAMETERS, plan.UNALIGNED, "sm_80", id="kda-sm_80"),
+        pytest.param(plan.CUTS, CUTS_PARAMETERS, plan.STRIDED, "sm_80", id="cuts-sm_80"),
+        pytest.param(plan.CUTS, CUTS_PARAMETERS, plan.UNALIGNED, "sm_90a", id="cuts-sm_90a"),
+    ],
+)
+def test_strides_are_the_last_parameter(variant, contiguous, layout, arch):
+    variant = plan.with_layout(variant, layout)
+    compiled = jit.compile(variant.source, variant.defines, arch)
+    strides = struct.calcsize(f"{contiguous.format}0q"), struct.calcsize(plan.STRIDES_FORMAT)
+    want = [*parameters_in(contiguous), strides]
+    assert parameters_of(compiled.cubin, variant.entry) == want
+
+
+def test_strides_are_in_the_order_of_the_source():
+    text = (jit.source_dir() / "strides.cuh").read_text(encoding="utf-8")
+
+    def fields(name):
+        """(type, name) of each field of a struct."""
+        (body,) = re.findall(rf"struct {name} \{{(.*?)\n\}}", text, re.DOTALL)
+        found = re.findall(r"^ {4}(\w+) (\w+(?:, \w+)*);", body, re.MULTILINE)
+        return [(kind, field) for kind, names in found for field in names.split(", ")]
+
+    counts = {"i64": 1} | {name: len(fields(name)) for name in ("TokenStrides", "StateStrides")}
+    assert fields("TokenStrides") == [("i64", axis) for axis in ("batch", "token", "head")]
+    assert fields("StateStrides") == [("i64", axis) for axis in ("sequence", "head", "row")]
+    want = [(name, counts[kind]) for kind, name in fields("Strides")]
+    assert list(plan.STRIDED_ARRAYS.items()) == want
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
@@ -136,8 +171,9 @@ def test_blocks_are_as_large_as_the_binary_is_for(kernel):
 
 
 def signature(source: str, entry: str) -> list[str]:
-    """The names of a kernel's parameters, as its source has them."""
+    """The names of a kernel's parameters, as its source has them for contiguous arrays."""
     text = (jit.source_dir() / source).read_text(encoding="utf-8")
+    text = text.replace(" STRIDES_PARAMETER)", ")")
     (parameters,) = re.findall(rf"\b{entry}\(([^)]*)\)\s*\{{", text)
     return [re.search(r"\w+$", parameter.strip())[0] for parameter in parameters.split(",")]
 
@@ -190,8 +226,8 @@ def test_segments_are_whole_chunks():
 
 
 LAYOUTS = {
-    "kda_fwd": ("kda_fwd.cu", kda._PARAMETERS),
-    "kda_cuts": ("cuts.cu", kda._CUTS_PARAMETERS),
+    "kda_fwd": ("kda_fwd.cu", PARAMETERS),
+    "kda_cuts": ("cuts.cu", CUTS_PARAMETERS),
 }
 STATE_BYTES = 4 * D * D
 FIRST_POOL = 0x900_1
@@ -758,7 +794,7 @@ def test_one_look_at_all_arrays_misses_no_overlap(fake, monkeypatch, num_tokens)
             call[moved].pointer = call[other].pointer + end + shift
         outcomes.append(outcome(call))
         with monkeypatch.context() as patch:
-            patch.setattr(kda, "_may_overlap", lambda *_: True)
+            patch.setattr(Apart, "__call__", lambda *_: False)
             assert outcome(call) == outcomes[-1]
     assert 0 < outcomes.count(None) < len(outcomes)
 
