@@ -35,6 +35,8 @@ MACHINE = ("card", "driver", "cuda", "cupy", "nvrtc", "torch", "python")
 STATE = "bfloat16"
 NUM_HEADS_CHECKED = 4
 NUM_REPLAYS = 30
+# Short enough not to fill the launch queue.
+ROW_CALLS = 20
 MIN_CALLS_PER_GRAPH = 16
 MAX_INPUT_SETS = 32
 ACCURACY_SHAPE = ([2048], 8)
@@ -47,8 +49,11 @@ NUM_STARTS = 3
 SIGMOID_GIB = 1
 # Sequences and heads of a step.
 DECODE = ((1, 4), (1, 32), (8, 32), (64, 32), (256, 32), (1024, 32))
+STRIDES_CASES = ("h96_fixed_8192", "h64_mixed", "h12_2048", "h12_2048_slow")
+MMA_SYNC_CASES = ("h96_fixed_8192", "h96_fixed_8192_slow", "h64_fixed_8192")
 # Packed, so with cu_seqlens; of four heads.
 TINY_SHAPE = [8, 8]
+NUM_TINY_ROWS = 100
 # What a new process does to have a result; it prints the clock then.
 FIRST_RESULT = """
 import time, cupy, cukda, ml_dtypes
@@ -96,18 +101,24 @@ def run(names: list[str], cases: dict, check: bool, result: dict) -> None:
 
 def run_extras(result: dict) -> None:
     """Measure what is no case: how soon a new process has a result, what a call costs the host, the
-    sigmoid, and a token of many sequences.
+    sigmoid, a token of many sequences, and a few cases with strides, and by mma.sync where the
+    plan has wgmma.
 
-    Fills result["start_s"], result["host_us"], result["sigmoid"] and result["decode"].
+    Fills result's start_s, host_us, sigmoid, decode, strides_ms and mma_sync_ms.
     """
     cold, *warm = _start_seconds(1 + NUM_STARTS)
     result["start_s"] = {"cold": round(cold, 2), "warm": round(statistics.median(warm), 2)}
-    best, median = _tiny_host_us()
-    result["host_us"] = {"best": round(best, 2), "median": round(median, 2)}
+    torch = _torch_with_gpu()
+    result["host_us"] = {"CuPy": _tiny_host_us(None)}
+    if torch:
+        result["host_us"]["torch"] = _tiny_host_us(torch)
     result["sigmoid"] = {"ms": round(_sigmoid_ms(), 4), "gib": SIGMOID_GIB}
     result["decode"] = [
         {"sequences": n, "heads": heads, "ms": round(_step_ms(n, heads), 5)} for n, heads in DECODE
     ]
+    cases = figures.load_cases()
+    result["strides_ms"] = {name: _strides_ms(cases[name]) for name in STRIDES_CASES}
+    result["mma_sync_ms"] = _mma_sync_ms()
 
 
 def _start_seconds(count: int) -> list[float]:
@@ -131,11 +142,46 @@ def _start_seconds(count: int) -> list[float]:
     return seconds
 
 
-def _tiny_host_us() -> tuple[float, float]:
-    """_host_us of a problem that takes the GPU next to no time."""
-    call, _ = _call(_inputs(TINY_SHAPE, 4, "rand", "float32"), "float32", _torch_with_gpu())
+def _strides_ms(case) -> dict[str, float]:
+    """Device time of a case whose rows all have gaps between them: where they begin at multiples of
+    16 bytes, and where they begin one element behind.
+    """
+    import cupy
+
+    times = {}
+    for kind, shift in ("aligned", 0), ("unaligned", 1):
+        data = _inputs(case.seq_lens, case.heads, case.gate, STATE)
+        call, outputs = _call(data, STATE, None, shift)
+        others = [_call(copy, STATE, None, shift)[0] for copy in _copies(data, outputs)]
+        times[kind] = round(_device_ms([call, *others], None), 5)
+        del data, call, outputs, others
+        cupy.get_default_memory_pool().free_all_blocks()
+    return times
+
+
+def _mma_sync_ms() -> dict[str, float]:
+    """Of MMA_SYNC_CASES, in a process without wgmma."""
+    from cukda import jit
+
+    if not jit.gpu().has_wgmma:
+        return {}
+    names = [word for name in MMA_SYNC_CASES for word in ("--case", name)]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--no-check", *names, "--out", folder]
+        environment = {**os.environ, "CUKDA_WGMMA": "0"}
+        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+        timed = json.loads((Path(folder) / "bench.json").read_text(encoding="utf-8"))["bench"]
+    return {name: timed[name]["ms"] for name in MMA_SYNC_CASES}
+
+
+def _tiny_host_us(torch) -> dict[str, float]:
+    """_host_us of a problem that takes the GPU next to no time, over many calls; of CuPy arrays
+    where torch is None.
+    """
+    call, _ = _call(_inputs(TINY_SHAPE, 4, "rand", "float32"), "float32", torch)
     call()
-    return _host_us([call] * 20)
+    best, median = _host_us([call], NUM_TINY_ROWS)
+    return {"best": round(best, 2), "median": round(median, 2)}
 
 
 def _sigmoid_ms() -> float:
@@ -270,8 +316,10 @@ def _judge(name, outputs, want, heads, limits, result) -> bool:
     return errors[0] <= limits[0] and errors[1] <= limits[1]
 
 
-def _call(data: dict, state: str, torch):
-    """A call of cukda.fwd without arguments, and the CuPy arrays that it writes, full of NaN."""
+def _call(data: dict, state: str, torch, shift: int | None = None):
+    """A call of cukda.fwd without arguments, and the CuPy arrays that it writes, full of NaN; with
+    a shift all are hardware.spread.
+    """
     import hardware
 
     import cukda
@@ -280,6 +328,8 @@ def _call(data: dict, state: str, torch):
         "out": hardware.nans(data["v"].shape, "bfloat16"),
         "final_state": hardware.nans(hardware.state_shape(data), state),
     }
+    if shift is not None:
+        data, outputs = hardware.spread_all(data, shift), hardware.spread_all(outputs, shift)
     positional = [data[name] for name in ("q", "k", "v", "g", "beta", "scale")]
     positional += [outputs["out"]]
     positional += [data[name] for name in ("A_log", "dt_bias", "lower_bound", "initial_state")]
@@ -358,18 +408,17 @@ def _call_ms(calls: list) -> float:
     return statistics.median(times)
 
 
-def _host_us(calls: list) -> tuple[float, float]:
-    """Time that a warm call keeps the host, in rows too short to fill the launch queue: the mean of
-    the fastest row, as timeit has it, since what slows others down is not the call's; and the
-    median of all calls.
+def _host_us(calls: list, num_rows: int = NUM_REPLAYS) -> tuple[float, float]:
+    """Time that a warm call keeps the host, in rows of calls: the mean of the fastest row, as
+    timeit has it, since what slows others down is not the call's; and the median of all calls.
     """
     import cupy
 
     means, times = [], []
-    for _ in range(NUM_REPLAYS):
+    for _ in range(num_rows):
         cupy.cuda.runtime.deviceSynchronize()
         row = []
-        for call in itertools.islice(itertools.cycle(calls), 20):
+        for call in itertools.islice(itertools.cycle(calls), ROW_CALLS):
             start = time.perf_counter()
             call()
             row.append(time.perf_counter() - start)

@@ -9,11 +9,13 @@ A result, as bench.py makes it and gpu_record.py keeps it, is a dict:
     bench          {case: {ms, ms_call, host_us}}; host_us in the median
     live           {peer: {case: ms, or the reason why there is none}}
     start_s        {cold, warm}: seconds from Python's start to a first result; may be missing
-    host_us        {best, median}: microseconds that a call of next to no work keeps the host, in
-                   the fastest row of calls and in the median; may be missing
+    host_us        {library: {best, median}}: microseconds that a call of next to no work keeps the
+                   host, in the fastest row of calls and in the median; may be missing
     sigmoid        {ms, gib}: device time, size of the float32 input; may be missing
     decode         [{sequences, heads, ms}]: device time of a step of one token, float32 states; may
                    be missing
+    strides_ms     {case: {aligned, unaligned}}: of rows with gaps between them; may be missing
+    mma_sync_ms    {case: ms}: without wgmma, on a GPU that has it; may be missing
 """
 
 import json
@@ -152,10 +154,14 @@ def extras(result: dict) -> list[str]:
             f"compiles, and after {start['warm']:.2f} s when the binary is in the cache."
         )
     if host_us := result.get("host_us"):
+        of_each = [
+            f"{times['median']:.1f} µs with {library} arrays ({times['best']:.1f} as timeit "
+            "measures it)"
+            for library, times in host_us.items()
+        ]
         sentences.append(
-            "Of a problem of 16 tokens, a warm call with both states and `cu_seqlens` keeps the "
-            f"host {host_us['best']:.0f} µs, as timeit measures it, and {host_us['median']:.0f} µs "
-            "in the median on this host."
+            "Of a problem of 16 tokens, a warm call with both states and `cu_seqlens` keeps this "
+            f"host {' and '.join(of_each)}."
         )
     if sigmoid := result.get("sigmoid"):
         num_bytes = 2 * sigmoid["gib"] * 2**30
@@ -178,6 +184,19 @@ def extras(result: dict) -> list[str]:
             "as many bytes as the states have, read and written, would move in that time:"
         )
         sentences.append(_markdown(["sequences x heads", "µs", "share"], rows))
+    if strides := result.get("strides_ms"):
+        rows = [
+            [name, *map(_ms, (result["bench"][name]["ms"], ms["aligned"], ms["unaligned"]))]
+            for name, ms in strides.items()
+        ]
+        sentences.append(
+            "Device time with gaps between all rows of 128, as long as these, in milliseconds: "
+            "`aligned` has rows at multiples of 16 bytes, `unaligned` one element past them."
+        )
+        sentences.append(_markdown(["case", "no gaps", "aligned", "unaligned"], rows))
+    if mma_sync := result.get("mma_sync_ms"):
+        of_each = ", ".join(f"{name} {ms:.4f} ms" for name, ms in mma_sync.items())
+        sentences.append(f"By `mma.sync`, with `CUKDA_WGMMA=0`: {of_each}.")
     return sentences
 
 

@@ -180,7 +180,7 @@ def make_record() -> tuple[dict, list[str]]:
     try:
         stage("tests", lambda: record.update(tests=run_tests()))
         stage("benchmark", lambda: bench.run(list(cases), cases, True, result))
-        stage("start and sigmoid", lambda: bench.run_extras(result))
+        stage("what is no case", lambda: bench.run_extras(result))
     except SystemExit:
         pass
     wrong += result.pop("wrong", [])

@@ -39,6 +39,8 @@ SEGMENTS = (
 SEQ_LENS, HEADS, NUM_SMS = (40, 0, 330), 6, 1
 # Heads whose gates never forget, and not from the first place of the last sequence to the second.
 SLOW_HEAD, HEAD_SLOW_AT_ONE = 2, 1
+# Elements from a multiple of 16 bytes to rows, by the kernels' layout; None is without gaps.
+SHIFTS = {plan.CONTIGUOUS: None, plan.STRIDED: 0, plan.UNALIGNED: 1}
 LEFT_OUT = "left out"
 LIMIT_SECONDS = 300
 # The time is the host's.
@@ -47,12 +49,13 @@ NUM_AT_ONCE = max(4, (os.cpu_count() or 0) - 2)
 
 def kernels() -> dict[str, tuple[plan.Variant, plan.Segments]]:
     """The kernel's variants by name, each with whole sequences, with cut ones, and with segments
-    that are joined.
+    that are joined; those for strides with one of these, which has all of the others in it.
     """
     return {
         f"{variant} {_described(segments)}": (variant, segments)
-        for variant in plan.variants()
-        for segments in SEGMENTS
+        for layout in plan.LAYOUTS
+        for variant in (plan.with_layout(each, layout) for each in plan.variants())
+        for segments in (SEGMENTS if layout == plan.CONTIGUOUS else SEGMENTS[-1:])
     }
 
 
@@ -119,8 +122,8 @@ def compute(name: str) -> None:
             print(f"{LEFT_OUT}: {reason}")
         else:
             jit.gpu = lambda: gpu._replace(num_sms=NUM_SMS)
-            hardware.force(setattr, variant, *segments)
-            hardware.run(problem())
+            hardware.force(setattr, plan.with_layout(variant, plan.CONTIGUOUS), *segments)
+            hardware.run(problem(), shift=SHIFTS[variant.layout])
     cupy.cuda.runtime.deviceSynchronize()
 
 
@@ -172,10 +175,12 @@ def main(arguments: list[str] | None = None) -> int:
         print("compute-sanitizer, of the CUDA toolkit, is not on the PATH", file=sys.stderr)
         return 1
     runs = [(tool, name) for tool in options.tool or TOOLS for name in names()]
+    lines = []
     with concurrent.futures.ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        lines = list(pool.map(lambda each: run(*each), runs))
-    for (tool, name), line in zip(runs, lines, strict=True):
-        print(f"{tool:10} {name:70} {line}")
+        results = pool.map(lambda each: run(*each), runs)
+        for (tool, name), line in zip(runs, results, strict=True):
+            print(f"{tool:10} {name:80} {line}", flush=True)
+            lines.append(line)
     return 0 if all(map(is_clean, lines)) else 1
 
 

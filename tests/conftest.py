@@ -3,6 +3,8 @@
 import functools
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 import hardware
 import pytest
@@ -49,6 +51,14 @@ def cupy():
     import cupy
 
     return cupy
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """The driver's end of two GPUs, for tests without one."""
+    from made_up import two_gpus
+
+    return two_gpus(monkeypatch)
 
 
 @pytest.fixture
@@ -111,17 +121,24 @@ def cut_every(monkeypatch, cupy):
 
 @pytest.fixture
 def need_memory(cupy, torch):
-    """A function that skips the test when less GPU memory is free than asked for, in GiB."""
+    """A function that skips the test when less GPU memory is free than asked for, in GiB. One test
+    at a time has much, in whatever process.
+    """
+    import fcntl
 
     def release():
         cupy.get_default_memory_pool().free_all_blocks()
         torch.cuda.empty_cache()
 
-    def need(gib):
-        release()
-        free = cupy.cuda.runtime.memGetInfo()[0] / GIB
-        if free < gib:
-            pytest.skip(f"the test needs {gib} GiB of GPU memory, {free:.0f} GiB are free")
+    with open(Path(tempfile.gettempdir()) / "cukda-gpu-memory.lock", "w") as lock:
 
-    yield need
-    release()
+        def need(gib):
+            # Until the file is closed.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            release()
+            free = cupy.cuda.runtime.memGetInfo()[0] / GIB
+            if free < gib:
+                pytest.skip(f"the test needs {gib} GiB of GPU memory, {free:.0f} GiB are free")
+
+        yield need
+        release()

@@ -1,5 +1,6 @@
 """What the tests of cukda.step share, with a GPU and without: a call's arrays, and its results."""
 
+import hardware
 import inputs
 import numpy as np
 import oracle
@@ -44,3 +45,23 @@ def strided(x, axes):
     wide = np.zeros((*shape[:-1], shape[-1] + 64), x.dtype)
     wide[..., : shape[-1]] = x.transpose(order)
     return wide[..., : shape[-1]].transpose(np.argsort(order))
+
+
+# State indices that are none, of a pool of eight.
+PADDING = (-1, -(2**31), 8, 2**31 - 1)
+
+
+def check_padding(run, padding):
+    """Rows of sequences without a state are not written, nor states of none; others are as without
+    any. run: a call as NumPy arrays -> (out, pool), out full of NaN before.
+    """
+    case = make(5, 3, 2)
+    whole_out, whole_pool = run(case)
+    case["state_indices"][[1, 4]] = padding
+    out, pool = run(case)
+    assert np.isnan(out[[1, 4]].astype(np.float32)).all()
+    kept, slots = [0, 2, 3], case["state_indices"][[0, 2, 3]]
+    assert hardware.same_bits(out[kept], whole_out[kept])
+    assert hardware.same_bits(pool[slots], whole_pool[slots])
+    others = np.setdiff1d(np.arange(len(pool)), slots)
+    assert hardware.same_bits(pool[others], case["state"][others])

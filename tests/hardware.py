@@ -4,9 +4,9 @@ import functools
 
 import numpy as np
 import oracle
-from inputs import BF16, TOKENS
+from inputs import BF16, HEAD_DIM, TOKENS
 
-from cukda import jit, plan
+from cukda import jit, kda, plan
 
 KERNELS = r"""
 // The sigmoid of the contract, one element a thread.
@@ -39,6 +39,8 @@ def force(replace, variant, *segments):
     replace: setattr, or a monkeypatch's, which takes it back.
     """
     replace(plan, "plan", functools.partial(plan.launch, variant, plan.Segments(*segments)))
+    # What was planned before.
+    replace(kda, "_launches", {})
 
 
 def whole_head_variant():
@@ -121,8 +123,29 @@ def plan_shape(case):
     return plan.Shape(num_states(case), *case["q"].shape[1:3], case["cu_seqlens"] is not None)
 
 
-def run(case, state="float32"):
-    """Call cukda.fwd with CuPy arrays of the case's values and outputs full of NaN.
+def spread(array, shift):
+    """The same values with gaps between rows of 128, as long as these, or between numbers: a view
+    of a larger CuPy array, from `shift` elements past a multiple of 16 bytes on.
+    """
+    import cupy
+
+    bits = cupy.asarray(array).view(f"u{array.dtype.itemsize}")
+    is_rows = array.shape[-1] == HEAD_DIM
+    wide = cupy.zeros((*bits.shape[:-1], 2 * HEAD_DIM) if is_rows else (*bits.shape, 3), bits.dtype)
+    apart = wide[..., shift : shift + HEAD_DIM] if is_rows else wide[..., shift]
+    apart[...] = bits
+    return apart.view(array.dtype)
+
+
+def spread_all(call, shift):
+    """All arrays of a call, by name, but cu_seqlens."""
+    names = [n for n, x in call.items() if n != "cu_seqlens" and hasattr(x, "strides")]
+    return call | {name: spread(call[name], shift) for name in names}
+
+
+def run(case, state="float32", shift=None):
+    """Call cukda.fwd with CuPy arrays of the case's values and outputs full of NaN; with a shift
+    all are `spread`.
 
     state: the dtype of final_state, or None for none. Returns (out, final_state).
     """
@@ -131,6 +154,10 @@ def run(case, state="float32"):
     case = upload(case)
     out = nans(case["v"].shape, "bfloat16")
     final_state = None if state is None else nans(state_shape(case), state)
+    if shift is not None:
+        case = spread_all(case, shift)
+        out = spread(out, shift)
+        final_state = None if state is None else spread(final_state, shift)
     tokens = [case.pop(n) for n in TOKENS]
     assert cukda.fwd(*tokens, **case, out=out, final_state=final_state) is out
     return out, final_state

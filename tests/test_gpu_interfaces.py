@@ -452,7 +452,9 @@ def test_fork_after_the_import(imports, case, want, saved, torch):
 def test_nothing_is_held_after_the_work(case, cupy):
     """Memory of other libraries is let go of by a later call."""
     given = arguments(case)
+    hardware.spin(cupy.cuda.get_current_stream().ptr)
     call(given | {n: Exporter(given[n]) for n in EXPORTED})
+    assert arrays._in_use
     cupy.cuda.runtime.deviceSynchronize()
     call(given | {"A_log": Exporter(given["A_log"])})
     cupy.cuda.runtime.deviceSynchronize()

@@ -42,18 +42,12 @@ def assert_refused(error, name, given):
             assert np.isnan(hardware.host(given[output]).astype(np.float32)).all()
 
 
-def assert_right_or_refused(case, given, name):
-    """The exact result of the strided array, or an error that names it; then a call as usual."""
+def assert_right(case, given):
+    """The exact result of contiguous arrays."""
     want = hardware.run(case)
-    try:
-        call(given)
-    except ValueError as error:
-        assert_refused(error, name, given)
-    else:
-        assert hardware.same_bits(given["out"], want[0])
-        assert hardware.same_bits(given["final_state"], want[1])
-    for got, expected in zip(hardware.run(case), want, strict=True):
-        assert hardware.same_bits(got, expected)
+    call(given)
+    assert hardware.same_bits(given["out"], want[0])
+    assert hardware.same_bits(given["final_state"], want[1])
 
 
 def strided(array, layout):
@@ -65,7 +59,10 @@ def strided(array, layout):
         wide = cupy.full((*bits.shape[:-1], 3 * bits.shape[-1]), 1, bits.dtype)
         part = wide[..., bits.shape[-1] : 2 * bits.shape[-1]]
     elif layout == "every second row":
-        part = cupy.full((bits.shape[0], 2 * bits.shape[1], *bits.shape[2:]), 1, bits.dtype)[:, ::2]
+        # The first axis of four is that of one batch.
+        axis = 1 if bits.ndim > 2 else 0
+        part = cupy.full([n * (1 + (i == axis)) for i, n in enumerate(bits.shape)], 1, bits.dtype)
+        part = part[:, ::2] if axis else part[::2]
     elif layout == "every second channel":
         part = cupy.full((*bits.shape[:-1], 2 * bits.shape[-1]), 1, bits.dtype)[..., ::2]
     elif layout == "last two axes swapped":
@@ -76,21 +73,23 @@ def strided(array, layout):
     return part.view(array.dtype)
 
 
-LAYOUTS = [
-    "slice of a fused projection",
-    "every second row",
-    "every second channel",
-    "last two axes swapped",
-    "reversed",
-]
+IN_ROWS = ("slice of a fused projection", "every second row")
+NOT_IN_ROWS = ("every second channel", "last two axes swapped", "reversed")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", IN_ROWS + NOT_IN_ROWS)
 @pytest.mark.parametrize("name", [*TOKENS, "dt_bias", "initial_state", "out", "final_state"])
 def test_strides(case, name, layout):
+    """Of the last axis only beta may have others than one; after a refusal a call is as usual."""
     given = arguments(case)
     given[name] = strided(given[name], layout)
-    assert_right_or_refused(case, given, name)
+    if layout in IN_ROWS or name == "beta":
+        assert_right(case, given)
+        return
+    with pytest.raises(ValueError) as caught:
+        call(given)
+    assert_refused(caught.value, name, given)
+    assert_right(case, arguments(case))
 
 
 @pytest.mark.parametrize("name", [*TOKENS, "dt_bias"])
@@ -102,7 +101,7 @@ def test_expanded(case, name, cupy):
     given = arguments(case)
     bits = cupy.asarray(one.view(f"u{one.dtype.itemsize}"))
     given[name] = cupy.broadcast_to(bits, case[name].shape).view(one.dtype)
-    assert_right_or_refused(case, given, name)
+    assert_right(case, given)
 
 
 @pytest.mark.parametrize("shift_bytes", [2, 4, 8])
@@ -119,7 +118,7 @@ def test_base_off_by_some_bytes(case, name, shift_bytes, cupy):
     shifted = shifted.reshape(array.shape)
     shifted.view(f"u{array.dtype.itemsize}")[...] = array.view(f"u{array.dtype.itemsize}")
     given[name] = shifted
-    assert_right_or_refused(case, given, name)
+    assert_right(case, given)
 
 
 @pytest.mark.parametrize("name", GIVEN)

@@ -14,7 +14,7 @@ import pytest
 from inputs import TOKENS
 
 from cukda import arrays as cukda_arrays
-from cukda import jit, plan
+from cukda import jit, kda, plan
 
 pytestmark = pytest.mark.gpu
 
@@ -197,7 +197,8 @@ def given_stream(request, library, torch, cupy):
 
 
 @pytest.mark.usefixtures("segments")
-def test_producer_and_consumer(library, given_stream):
+@pytest.mark.parametrize("again", [False, True])
+def test_producer_and_consumer(library, given_stream, again, monkeypatch):
     """Inputs come late on the caller's stream, the result is read on it, and the call returns
     before any of it has happened.
     """
@@ -208,6 +209,11 @@ def test_producer_and_consumer(library, given_stream):
     out, final_state = library.nans(case)
     copies = library.nans(case)
     stream, current, options = given_stream
+    monkeypatch.setattr(kda, "_launches", {})
+    if again:
+        call(source, out, final_state)
+        library.spoil(out)
+        library.spoil(final_state)
     library.wait()
 
     with library.use(stream):

@@ -113,9 +113,16 @@ def test_each_run_asks_for_its_variant(sanitizer, tmp_path):
 
 def test_every_variant_runs_whole_and_cut_and_joined():
     assert list(sanitize.kernels().values()) == [
-        (variant, plan.Segments(*segments))
-        for variant in plan.variants()
-        for segments in ((0,), (64,), (64, 1, 1), (64, 2, 2))
+        *(
+            (variant, plan.Segments(*segments))
+            for variant in plan.variants()
+            for segments in ((0,), (64,), (64, 1, 1), (64, 2, 2))
+        ),
+        *(
+            (plan.with_layout(variant, layout), plan.Segments(64, 2, 2))
+            for layout in (plan.STRIDED, plan.UNALIGNED)
+            for variant in plan.variants()
+        ),
     ]
     assert [name.rpartition(") ")[2] for name in list(sanitize.kernels())[:4]] == [
         "segment=0",
@@ -135,10 +142,11 @@ def planned(monkeypatch):
     def compute(name, gpu):
         plans = []
 
-        def run(case):
+        def run(case, shift):
+            layout = {None: plan.CONTIGUOUS, 0: plan.STRIDED, 1: plan.UNALIGNED}[shift]
             num_sequences = len(case["cu_seqlens"]) - 1
             shape = plan.Shape(num_sequences, *case["q"].shape[1:3], packed=True)
-            plans.append(plan.plan(shape, jit.gpu()))
+            plans.append((plan.plan(shape, jit.gpu()), layout))
 
         with monkeypatch.context() as patch:
             patch.setattr(jit, "gpu", lambda: gpu)
@@ -153,8 +161,8 @@ def planned(monkeypatch):
 @pytest.mark.parametrize("name", sanitize.kernels())
 def test_a_run_is_of_its_variant_and_segment(planned, name):
     """All in one block, and with more items than there are slots for items."""
-    (launch,) = planned(name, H200)
-    variant = launch.variant
+    ((launch, layout),) = planned(name, H200)
+    variant = plan.with_layout(launch.variant, layout)
     assert (variant, launch.segments) == sanitize.kernels()[name]
     assert launch.grid == 1
     # As num_item_slots of cuda_src/chunk.cuh.
