@@ -1,7 +1,7 @@
 """Registers, spills, stack, shared memory and compile time of every kernel; needs no GPU.
 
-Variants with wgmma have a row for sm_90a alone, which is what they can be compiled for. The helpers
-of the main kernel have one form each.
+Variants with wgmma have a row for sm_90a alone, which is what they can be compiled for. Each of the
+main kernel's, and its helper, has a form for each layout of arrays.
 
 python scripts/resources.py [--arch sm_90a ...]
 """
@@ -29,9 +29,16 @@ def main(arguments: list[str] | None = None) -> None:
     architectures = parser.parse_args(arguments).arch
 
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-    for variant in (*plan.variants(), plan.CUTS, *decode.VARIANTS, *sigmoid_ext.VARIANTS):
-        # What a helper is compiled with says nothing of it.
-        defines = {} if isinstance(variant, plan.Helper) else dict(variant.defines)
+    kernels = [
+        plan.with_layout(each, layout)
+        for layout in plan.LAYOUTS
+        for each in (*plan.variants(), plan.CUTS)
+    ]
+    for variant in (*kernels, *decode.VARIANTS, *sigmoid_ext.VARIANTS):
+        defines = dict(variant.defines)
+        if isinstance(variant, plan.Helper):
+            # The rest of what a helper is compiled with says nothing of it.
+            defines = {"LAYOUT": defines["LAYOUT"]}
         needs_hopper = defines.get("WGMMA")
         for arch in architectures:
             if needs_hopper and arch != "sm_90a":

@@ -3,14 +3,13 @@ addresses.
 """
 
 import dataclasses
-import itertools
 import struct
 
 import hardware
 import numpy as np
 import pytest
 from made_up import D, fwd_call, made, step_call
-from test_launch import LARGEST, SMALLEST, STREAM, WGMMA
+from test_launch import LARGEST, STREAM
 
 import cukda
 from cukda import decode, jit, launch, plan
@@ -240,22 +239,6 @@ def test_states_in_place_of_whole_sequences_are_not_copied(gpus, monkeypatch):
     ((_, entry, packed),) = launched(gpus, call)
     assert gpus.memory == [] and len(gpus.work) == 1
     check_strides(call, strides_in(call, entry, packed))
-
-
-@pytest.mark.parametrize("kernel", [WGMMA, LARGEST, SMALLEST, plan.CUTS], ids=str)
-def test_a_kernel_with_another_layout_is_else_the_same(kernel):
-    found = [plan.with_layout(kernel, layout) for layout in plan.LAYOUTS]
-    assert found[plan.CONTIGUOUS] == kernel
-    for layout, other in zip(plan.LAYOUTS, found, strict=True):
-        assert dict(other.defines) == dict(kernel.defines) | {"LAYOUT": layout}
-        for field in "source", "entry", "num_threads", "shared_bytes":
-            assert getattr(other, field) == getattr(kernel, field)
-    for a, b in itertools.combinations(found, 2):
-        assert a != b and a.defines != b.defines
-
-
-def test_the_layouts_of_variants_are_those_of_contiguous_arrays():
-    assert {variant.layout for variant in plan.variants()} == {plan.CONTIGUOUS}
 
 
 @pytest.mark.parametrize("changed", ["nothing", "rows", "A_log", "flat dt_bias", "state"])

@@ -153,11 +153,11 @@ def test_strides_of_axes_of_one_may_be_anything():
 )
 def test_what_is_apart_at_a_glance_shares_nothing(outputs, others, is_in_place, data):
     """At any addresses, in any order of asking, and where one is the same as the second output."""
-    given = [*outputs, *others]
+    chosen = [*outputs, *others]
     if is_in_place:
-        given[2] = given[1]
-    apart = Apart([x and array(BASE, *x) for x in given], 0, 1, in_place=2)
-    begins = [0 if x is None else overlap._span(array(BASE, *x))[0] for x in given]
+        chosen[2] = chosen[1]
+    apart = Apart([x and array(BASE, *x) for x in chosen], 0, 1, in_place=2)
+    begins = [0 if x is None else overlap._span(array(BASE, *x))[0] for x in chosen]
     assert apart.is_usable == (not any(begins))
     assume(apart.is_usable)
     asked = []
@@ -165,11 +165,13 @@ def test_what_is_apart_at_a_glance_shares_nothing(outputs, others, is_in_place, 
         if asked and data.draw(st.booleans()):
             pointers = data.draw(st.sampled_from(asked))
         else:
-            pointers = [0 if x is None else BASE + data.draw(st.integers(0, 60)) * 8 for x in given]
+            pointers = [
+                0 if x is None else BASE + data.draw(st.integers(0, 60)) * 8 for x in chosen
+            ]
             if is_in_place and data.draw(st.booleans()):
                 pointers[2] = pointers[1]
         asked.append(pointers)
-        there = [x and array(at, *x) for x, at in zip(given, pointers, strict=True)]
+        there = [x and array(at, *x) for x, at in zip(chosen, pointers, strict=True)]
         first, second, third = there[:3]
         is_same = third is not None and is_alike(second, third)
         rest = [first, *there[3:], *([] if is_same else [third])]
@@ -184,14 +186,14 @@ def test_what_is_apart_at_a_glance_shares_nothing(outputs, others, is_in_place, 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(layouts(), min_size=3, max_size=8), st.booleans(), st.randoms())
-def test_arrays_one_after_the_other_are_apart(given, is_in_place, random):
+def test_arrays_one_after_the_other_are_apart(chosen, is_in_place, random):
     """Contiguous ones with elements, in any order, without a gap between them; not so by a byte."""
-    given = [([n or 1 for n in shape], None, dtype) for shape, _, dtype in given]
+    chosen = [([n or 1 for n in shape], None, dtype) for shape, _, dtype in chosen]
     if is_in_place:
-        given[2] = given[1]
-    there, at = [None] * len(given), BASE
-    for i in random.sample(range(len(given)), len(given)):
-        there[i] = array(at, *given[i])
+        chosen[2] = chosen[1]
+    there, at = [None] * len(chosen), BASE
+    for i in random.sample(range(len(chosen)), len(chosen)):
+        there[i] = array(at, *chosen[i])
         at += there[i].num_bytes
     if is_in_place:
         there[2] = there[1]

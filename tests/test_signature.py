@@ -11,7 +11,7 @@ import hardware
 import numpy as np
 import pytest
 from made_up import NEW, Made, fwd_call, made, make, step_call
-from test_launch import LARGEST
+from test_launch import LARGEST, STREAM
 
 import cukda
 from cukda import arrays, decode, kda
@@ -348,13 +348,13 @@ def test_arrays_of_two_libraries_are_never_kept(gpus, monkeypatch, function):
         return found
 
     monkeypatch.setattr(arrays, "view", view)
-    monkeypatch.setattr(arrays.launch_on, "_order", lambda self: _alone(self, gpus))
+    monkeypatch.setattr(arrays.launch_on, "_order", on_no_other_stream)
     call_of(**made(make_call()))
     assert len(gpus.launches) == 1 and module._launches == {}
 
 
-def _alone(self, gpus):
-    self._kept, self._others, self._pointer = [], set(), 0x5EED
+def on_no_other_stream(self):
+    self._kept, self._others, self._pointer = [], set(), STREAM
 
 
 def test_keys_tell_positions_apart():
