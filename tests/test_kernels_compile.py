@@ -36,9 +36,9 @@ COMPILED = [
 
 
 def usual(arch: str) -> list:
-    """The variants that are used without being asked for."""
+    """The variants that plans ask for, Hopper's both with wgmma and without."""
     fitting = [v for v in plan.variants() if v.shared_bytes <= SHARED_BYTES[arch]]
-    fitting = [v for v in fitting if v.wgmma == (arch == "sm_90a")]
+    fitting = [v for v in fitting if arch == "sm_90a" or not v.wgmma]
     return [v for v in fitting if v.num_stages == fitting[0].num_stages]
 
 
