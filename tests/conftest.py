@@ -13,6 +13,9 @@ from cukda import jit, plan
 
 GIB = 1 << 30
 
+# JAX would take three quarters of a GPU's memory when it starts, in each process.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 _why_no_gpu = functools.cache(jit.why_no_gpu)
 
 
@@ -73,6 +76,17 @@ def torch():
     return torch
 
 
+@pytest.fixture
+def jax():
+    """JAX with a GPU, for tests marked `gpu`."""
+    jax = pytest.importorskip("jax")
+    try:
+        jax.devices("gpu")
+    except RuntimeError as error:
+        pytest.skip(f"JAX has no GPU ({error})")
+    return jax
+
+
 # Every variant with whole sequences; and, of those that a large GPU uses, with sequences cut as
 # often as they can be: where there is no cut the segment before goes on, or they are joined, one by
 # one or two at a time.
@@ -121,8 +135,9 @@ def cut_every(monkeypatch, cupy):
 
 @pytest.fixture
 def need_memory(cupy, torch):
-    """A function that skips the test when less GPU memory is free than asked for, in GiB. One test
-    at a time has much, in whatever process.
+    """A function that sees to so many GiB of free GPU memory, or ends the test: like one without a
+    GPU where others have too much, or skipping it where the GPU has less. One test at a time has
+    much, in whatever process.
     """
     import fcntl
 
@@ -136,9 +151,11 @@ def need_memory(cupy, torch):
             # Until the file is closed.
             fcntl.flock(lock, fcntl.LOCK_EX)
             release()
-            free = cupy.cuda.runtime.memGetInfo()[0] / GIB
+            free, total = (size / GIB for size in cupy.cuda.runtime.memGetInfo())
+            if total < gib:
+                pytest.skip(f"the test needs {gib} GiB of GPU memory, the GPU has {total:.0f}")
             if free < gib:
-                pytest.skip(f"the test needs {gib} GiB of GPU memory, {free:.0f} GiB are free")
+                _absent(f"the test needs {gib} GiB of GPU memory, {free:.0f} GiB are free")
 
         yield need
         release()

@@ -319,16 +319,6 @@ def test_parameters_and_tensors_that_require_a_gradient(case, want, torch):
     assert versions == {n: given[n]._version for n in versions}
 
 
-@pytest.fixture
-def jax():
-    jax = pytest.importorskip("jax")
-    try:
-        jax.devices("gpu")
-    except RuntimeError as error:
-        pytest.skip(f"JAX has no GPU ({error})")
-    return jax
-
-
 @pytest.mark.parametrize("on_a_stream", [False, True])
 def test_jax(on_a_stream, case, want, jax, cupy):
     """What JAX computes next sees the result, though nothing has waited for it."""

@@ -13,8 +13,13 @@ TEXT = README.read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
 
 
+# JAX's asks where its arrays are, and needs none.
 def needs_gpu(example):
-    return "cupy" in example or "cuda" in example
+    return ("cupy" in example or "cuda" in example) and not is_for_jax(example)
+
+
+def is_for_jax(example):
+    return "import jax\n" in example
 
 
 def run(example):
@@ -33,7 +38,12 @@ def assert_finite(array):
 
 @pytest.mark.parametrize("example", [e for e in EXAMPLES if not needs_gpu(e)])
 def test_on_the_cpu(example):
-    names = run(example)
+    if is_for_jax(example):
+        jax = pytest.importorskip("jax")
+        with jax.default_device(jax.devices("cpu")[0]):
+            names = run(example)
+    else:
+        names = run(example)
     assert_finite(names.get("out", names.get("y")))
 
 
@@ -41,6 +51,17 @@ def test_on_the_cpu(example):
 @pytest.mark.parametrize("example", [e for e in EXAMPLES if needs_gpu(e)])
 def test_on_a_gpu(example):
     assert_finite(run(example)["out"])
+
+
+@pytest.mark.gpu
+def test_jax_on_a_gpu(jax):
+    """What the state is, CuPy's, becomes JAX's."""
+    (example,) = filter(is_for_jax, EXAMPLES)
+    names = run(example)
+    assert names["xp"].__name__ == "cupy"
+    for name in "out", "state":
+        assert names[name].device.platform == "gpu"
+        assert_finite(names[name])
 
 
 @pytest.mark.parametrize(
