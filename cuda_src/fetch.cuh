@@ -105,55 +105,70 @@ struct Fetcher {
         const u32 batch = work.batch_of(item.from_matrix);
         if (item.from != StateOf::Identity) {
             const i64 at = strides.v.offset(batch, first_row, item.head);
-            prefetch_v(inputs.v + at + item.part * v_rows, strides.v.token, num_rows);
+            prefetch_v(inputs.v + at + item.part * v_rows, token_step(strides.v), num_rows);
         }
-        const u32 target = raw_offset(lane / 16, lane % 16);
-        const auto fetch_rows_of = [&](u16(&tile)[chunk][head_dim], const u16* base,
-                                       const TokenStrides& of) {
-            const i64 at = of.offset(batch, first_row + lane / 16, item.head) + lane % 16 * 8;
-            fetch_rows(shared_address(tile) + target, base, at, of.token, num_rows - lane / 16);
+        const auto begin_of = [&](const u16* base, const TokenStrides& of) {
+            return base + of.offset(batch, first_row + lane / 16, item.head) + lane % 16 * 8;
         };
         RawChunk& raw = smem.raw[slot];
-        fetch_rows_of(raw.q, inputs.q, strides.q);
-        fetch_rows_of(raw.k, inputs.k, strides.k);
-        fetch_rows_of(raw.g, inputs.g, strides.g);
+        const u32 target = shared_address(raw.q) + raw_offset(lane / 16, lane % 16);
+        const int num_left = num_rows - lane / 16;
         const u32 full = shared_address(&smem.raw_full[slot]);
         if constexpr (is_aligned) {
+            const u16 *from_q = begin_of(inputs.q, strides.q),
+                      *from_k = begin_of(inputs.k, strides.k),
+                      *from_g = begin_of(inputs.g, strides.g);
+            if (num_rows >= chunk) {
+                const i64 q_step = token_step(strides.q), k_step = token_step(strides.k),
+                          g_step = token_step(strides.g);
+#pragma unroll
+                for (int row = 0; row < chunk; row += 2) {
+                    const u32 to = target_of(target, row);
+                    cp_async_16(to, from_q + row * q_step, 16);
+                    cp_async_16(to + raw_tile, from_k + row * k_step, 16);
+                    cp_async_16(to + 2 * raw_tile, from_g + row * g_step, 16);
+                }
+            } else {
+                copy_tail(target, inputs.q, from_q, strides.q, num_left);
+                copy_tail(target + raw_tile, inputs.k, from_k, strides.k, num_left);
+                copy_tail(target + 2 * raw_tile, inputs.g, from_g, strides.g, num_left);
+            }
             cp_async_mbarrier_arrive_noinc(full);
         } else {
+            copy_rows(target, begin_of(inputs.q, strides.q), strides.q, num_left);
+            copy_rows(target + raw_tile, begin_of(inputs.k, strides.k), strides.k, num_left);
+            copy_rows(target + 2 * raw_tile, begin_of(inputs.g, strides.g), strides.g, num_left);
             // What fetch_head copies is there too by then.
             cp_async_wait_all();
             mbarrier_arrive(full);
         }
     }
 
-    // This lane's 16 bytes of every second row of a tile, from the first one on, which is `at` in
-    // an array and of which num_left rows are there; zeros for others.
-    __device__ static void fetch_rows(u32 target, const u16* base, i64 at, i64 token_stride,
-                                      int num_left) {
-        if constexpr (!is_aligned) {
-            // Four rows are on their way at once; more would take registers.
-#pragma unroll 4
-            for (int row = 0; row < chunk; row += 2) {
-                u32 pairs[4] = {};
-                if (num_left > row) load_pairs(pairs, base + at);
-                st_shared_v4(target_of(target, row), pairs);
-                at += 2 * token_stride;
-            }
-        } else if (num_left > chunk - 2) {
-#pragma unroll
-            for (int row = 0; row < chunk; row += 2) {
-                cp_async_16(target_of(target, row), base + at, 16);
-                at += 2 * token_stride;
-            }
-        } else {
+    // Of one array, whose rows are at multiples of 16 bytes: the first num_left, and zeros behind
+    // them.
+    __device__ static void copy_tail(u32 target, const u16* base, const u16* from,
+                                     const TokenStrides& strides, int num_left) {
+        const i64 step = token_step(strides);
 #pragma unroll 1
-            for (int row = 0; row < chunk; row += 2) {
-                const bool is_there = num_left > row;
-                // A row that is not there is not pointed at either.
-                cp_async_16(target_of(target, row), base + (is_there ? at : 0), is_there ? 16 : 0);
-                at += 2 * token_stride;
-            }
+        for (int row = 0; row < chunk; row += 2) {
+            const bool is_there = num_left > row;
+            // A row that is not there is not pointed at either.
+            cp_async_16(target_of(target, row), is_there ? from : base, is_there ? 16 : 0);
+            from += 2 * step;
+        }
+    }
+
+    // The same, of rows at any element.
+    __device__ static void copy_rows(u32 target, const u16* from, const TokenStrides& strides,
+                                     int num_left) {
+        const i64 step = token_step(strides);
+        // Four rows are on their way at once; more would take registers.
+#pragma unroll 4
+        for (int row = 0; row < chunk; row += 2) {
+            u32 pairs[4] = {};
+            if (num_left > row) load_pairs(pairs, from);
+            st_shared_v4(target_of(target, row), pairs);
+            from += 2 * step;
         }
     }
 

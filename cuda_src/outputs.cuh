@@ -93,7 +93,7 @@ __device__ inline bool run_outputs(OutputsShared& smem, const Work& work,
     const int num_heads = work.num_heads, lane = group_thread() % 32, warp = group_thread() / 32;
     const i64 contiguous_stride = static_cast<i64>(num_heads) * head_dim;
     const auto token_stride = [&] {
-        return is_strided ? anew(work.strides->out.token) : contiguous_stride;
+        return is_strided ? token_step(work.strides->out) : contiguous_stride;
     };
     u32 rank = number / item_runs;
     Walk here = walk;

@@ -5,8 +5,9 @@
 #include "ptx.cuh"
 #include "tile.cuh"
 
-// LAYOUT 0: all arrays are contiguous. 1: they have strides, and all of their rows are at multiples
-// of 16 bytes. 2: they have strides, and rows are at any element.
+// LAYOUT 0: all arrays are contiguous. 1: they have strides, all of their rows are at multiples of
+// 16 bytes, and a token's is less than 2^31 elements from the next one's. 2: they have strides, and
+// rows are at any element.
 constexpr bool is_strided = LAYOUT > 0, is_aligned = LAYOUT < 2;
 
 // All in elements, and of either sign; the last axis, which has none here, is contiguous.
@@ -15,7 +16,7 @@ constexpr bool is_strided = LAYOUT > 0, is_aligned = LAYOUT < 2;
 struct TokenStrides {
     i64 batch, token, head;
 
-    __device__ i64 offset(u32 of_batch, u32 of_token, int of_head) const {
+    __device__ i64 offset(u32 of_batch, u32 of_token, u32 of_head) const {
         return of_batch * batch + of_token * token + of_head * head;
     }
 };
@@ -42,11 +43,15 @@ static_assert(sizeof(Strides) == 26 * 8, "cukda/plan.py packs another size");
 #define STRIDES_ADDRESS nullptr
 #endif
 
-// The same stride, read anew: what is worked out from one, which is a constant, would be kept in
-// registers through loops, and spill.
-__device__ inline i64 anew(i64 stride) {
-    forget(stride);
-    return stride;
+// From a token's row to the next one's, in elements; of 32 bits where it can be, so that another
+// row's address is one instruction, not four.
+//
+// Read anew: what is worked out from one, which is a constant, would be kept in registers through
+// loops, and spill.
+__device__ inline i64 token_step(const TokenStrides& of) {
+    typename Select<is_aligned, int, i64>::type step = of.token;
+    forget(step);
+    return step;
 }
 
 // Offsets between rows of states. Those of contiguous ones are known, and need no more than 32

@@ -240,8 +240,12 @@ def _dtype(array: arrays.Array | None) -> str | None:
 
 def _layout(call: Call) -> int:
     """Which of plan.LAYOUTS the call's arrays have."""
-    for array in call.q, call.k, call.v, call.g, call.out, call.initial_state, call.final_state:
+    tokens = call.q, call.k, call.v, call.g, call.out
+    for array in (*tokens, call.initial_state, call.final_state):
         if array is not None and not arrays.are_rows_at(array, plan.ROW_ALIGNMENT):
+            return plan.UNALIGNED
+    for array in tokens:
+        if array.shape[1] > 1 and abs(arrays.strides_of(array)[1]) >= plan.MOST_STEP:
             return plan.UNALIGNED
     for array in call.arrays:
         if array is not None and not arrays.is_contiguous(array):

@@ -295,22 +295,22 @@ def test_rows_behind_the_last_are_not_read(num_tokens, place, variant):
 
 # One by each instruction.
 @pytest.mark.parametrize("found", [plan.variants()[0], plan.variants()[-1]], ids=str)
-def test_offsets_above_32_bits(found, need_memory, monkeypatch, cupy):
-    """Tokens 2^26 elements apart, and states 2^31."""
+@pytest.mark.parametrize(("num_tokens", "apart"), [(40, 2**26), (2, 2**31 - 8), (2, 2**31)])
+def test_offsets_above_32_bits(num_tokens, apart, found, need_memory, monkeypatch, cupy):
+    """Tokens so many elements apart, and states 2^31."""
     from cupy.lib.stride_tricks import as_strided
 
     if found.wgmma and not jit.gpu().has_wgmma:
         pytest.skip("this GPU has no wgmma")
     hardware.force(monkeypatch.setattr, found)
     need_memory(18)
-    num_tokens, num_heads, apart = 40, 2, 2**26
+    num_heads = 2
     case = inputs.make((num_tokens,), num_heads, seed=122, batch=1)
     case["initial_state"] = case["initial_state"].astype(BF16)
     want = hardware.run(case, "bfloat16")
     call, _ = call_of(case, {}, "bfloat16")
     row = num_heads * HEAD_DIM
     shape = (1, num_tokens, num_heads, HEAD_DIM)
-    assert (num_tokens - 1) * apart > 2**31
     memories = [cupy.empty((num_tokens - 1) * apart + 4 * row, np.uint16) for _ in range(2)]
     for i, name in enumerate(("q", "k", "v", "g", "out")):
         memory = memories[1] if name == "out" else memories[0][i * row :]

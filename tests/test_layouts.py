@@ -148,6 +148,20 @@ def test_rows_at_any_element(gpus, entries, name, num_bytes, of):
         check_strides(call, strides_in(call, entry, packed))
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "out"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_tokens_far_apart(gpus, entries, name, sign):
+    """The kernels for rows at 16 bytes count from one to the next in 32 bits."""
+    call = a_call()
+    for step, want in (2**31 - 8, plan.STRIDED), (2**31, plan.UNALIGNED):
+        call[name] = with_strides(call[name], 0, sign * step, D, 1)
+        found = launched(gpus, call)
+        assert [entry for _, entry, _ in found] == entries
+        for layout, entry, packed in found:
+            assert layout == want
+            check_strides(call, strides_in(call, entry, packed))
+
+
 def test_axes_of_one_do_not_count(gpus, entries):
     """B = 1, and one head, token or sequence, whatever their strides are."""
     call = fwd_call(num_tokens=1000, heads=1, num_sequences=1)
