@@ -48,7 +48,7 @@ BF16_ROUNDING = 1.66e-3
 NUM_STARTS = 3
 SIGMOID_GIB = 1
 # Sequences and heads of a step.
-DECODE = ((1, 4), (1, 32), (8, 32), (64, 32), (256, 32), (1024, 32))
+DECODE = tuple(itertools.product((1, 8, 64, 256, 1024), (4, 32, 96)))
 STRIDES_CASES = ("h96_fixed_8192", "h64_mixed", "h12_2048", "h12_2048_slow")
 MMA_SYNC_CASES = ("h96_fixed_8192", "h96_fixed_8192_slow", "h64_fixed_8192")
 # Packed, so with cu_seqlens; of four heads.
@@ -67,9 +67,10 @@ print(time.time())
 PEER_LIMIT = 0.05
 
 
-def run(names: list[str], cases: dict, check: bool, result: dict) -> None:
+def run(names: list[str], cases: dict, check: bool, result: dict, live: bool = True) -> None:
     """Measure the named cases, with the contract's accuracy inputs before them.
 
+    live: whether peers that import are timed beside, which compile for minutes.
     Fills `result` as it goes, so that whoever catches an exception has what came before it.
     `result["wrong"]` names what was beyond its limit; what is wrong is not timed.
     """
@@ -87,7 +88,7 @@ def run(names: list[str], cases: dict, check: bool, result: dict) -> None:
         state=STATE,
         accuracy={},
         bench={},
-        live={peer: {} for peer in _live_peers(torch)},
+        live={peer: {} for peer in _live_peers(torch) if live},
         wrong=[],
     )
     result["copy_tb_per_s"] = copy_bandwidth() / 1e12
@@ -101,8 +102,8 @@ def run(names: list[str], cases: dict, check: bool, result: dict) -> None:
 
 def run_extras(result: dict) -> None:
     """Measure what is no case: how soon a new process has a result, what a call costs the host, the
-    sigmoid, a token of many sequences, and a few cases with strides, and by mma.sync where the
-    plan has wgmma.
+    sigmoid, a token of many sequences, beside fla where it imports, and a few cases with strides,
+    and by mma.sync where the plan has wgmma.
 
     Fills result's start_s, host_us, sigmoid, decode, strides_ms and mma_sync_ms.
     """
@@ -113,9 +114,7 @@ def run_extras(result: dict) -> None:
     if torch:
         result["host_us"]["torch"] = _tiny_host_us(torch)
     result["sigmoid"] = {"ms": round(_sigmoid_ms(), 4), "gib": SIGMOID_GIB}
-    result["decode"] = [
-        {"sequences": n, "heads": heads, "ms": round(_step_ms(n, heads), 5)} for n, heads in DECODE
-    ]
+    result["decode"] = [_decode_row(n, heads, torch) for n, heads in DECODE]
     cases = figures.load_cases()
     result["strides_ms"] = {name: _strides_ms(cases[name]) for name in STRIDES_CASES}
     result["mma_sync_ms"] = _mma_sync_ms()
@@ -225,15 +224,16 @@ def _measure(name: str, case, torch, check: bool, result: dict) -> None:
         "host_us": round(_host_us(calls)[1], 2),
     }
     del calls
-    for peer, make in _live_peers(torch).items():
+    makers = _live_peers(torch)
+    for peer, times in result["live"].items():
         try:
-            result["live"][peer][name] = _peer_ms(make, data, want, heads, torch)
+            times[name] = _peer_ms(makers[peer], data, want, heads, torch)
         except Exception as error:
-            result["live"][peer][name] = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+            times[name] = _in_a_line(error)
 
 
-def _step_ms(num_sequences: int, heads: int) -> float:
-    """Median device time of cukda.step for a token of each sequence, float32 states."""
+def _decode_row(num_sequences: int, heads: int, torch) -> dict:
+    """Device time of cukda.step for a token of each sequence, float32 states; and of fla's."""
     import cupy
 
     import cukda
@@ -249,9 +249,16 @@ def _step_ms(num_sequences: int, heads: int) -> float:
     }
     outputs = {"out": cupy.empty_like(tokens["q"])}
     data = tokens | state | {name: case[name] for name in ("A_log", "dt_bias")}
+    sets = [data, *_copies(data, outputs)]
+    row = {"sequences": num_sequences, "heads": heads}
+    if torch and _imports("fla.ops.kda"):
+        try:
+            row["fla_ms"] = _fla_step_ms(sets, torch)
+        except Exception as error:
+            row["fla_ms"] = _in_a_line(error)
     # CuPy arrays, so captured on CuPy's stream.
-    calls = [functools.partial(cukda.step, **x, **outputs) for x in (data, *_copies(data, outputs))]
-    return _device_ms(calls, None)
+    calls = [functools.partial(cukda.step, **x, **outputs) for x in sets]
+    return row | {"ms": round(_device_ms(calls, None), 5)}
 
 
 def _inputs(seq_lens, heads: int, gate: str, state: str) -> dict:
@@ -468,6 +475,45 @@ def _flash_kda(data: dict, torch):
         return out, final_state
 
     return call
+
+
+def _fla_step_ms(sets: list[dict], torch) -> float:
+    """Of what fla's fused_recurrent_kda launches, in its fastest form: on states in place, and
+    without allocating its output; the first result is looked at as _peer_ms does.
+    """
+    import oracle
+    from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+
+    import cukda
+
+    options = {
+        "inplace_final_state": True,
+        "state_v_first": True,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "lower_bound": -5.0,
+    }
+
+    def make(data):
+        given = {n: _for_caller(x, torch) for n, x in data.items() if n != "state_indices"}
+        state, out = given.pop("state"), torch.empty_like(given["v"])
+        # Its states are the sequences' in their order.
+        return functools.partial(
+            fused_recurrent_kda_fwd, **given, **options, initial_state=state, out=out
+        )
+
+    want = cukda.step(**sets[0] | {"state": sets[0]["state"].copy()})
+    got, _ = make(sets[0] | {"state": sets[0]["state"].copy()})()
+    error = oracle.error(_from_torch(got, torch), want)
+    if error > PEER_LIMIT:
+        raise ValueError(f"wrong result, off by {error:.1e}")
+    return round(_device_ms([make(data) for data in sets], torch), 5)
+
+
+def _in_a_line(error: Exception) -> str:
+    """Why there is no time."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:80]
 
 
 def _peer_ms(make, data, want, heads, torch) -> float:

@@ -12,8 +12,9 @@ A result, as bench.py makes it and gpu_record.py keeps it, is a dict:
     host_us        {library: {best, median}}: microseconds that a call of next to no work keeps the
                    host, in the fastest row of calls and in the median; may be missing
     sigmoid        {ms, gib}: device time, size of the float32 input; may be missing
-    decode         [{sequences, heads, ms}]: device time of a step of one token, float32 states; may
-                   be missing
+    decode         [{sequences, heads, ms, fla_ms}]: device time of a step of one token, float32
+                   states; and of fla's, or the reason why there is none, if fla was there; may be
+                   missing
     strides_ms     {case: {aligned, unaligned}}: of rows with gaps between them; may be missing
     mma_sync_ms    {case: ms}: without wgmma, on a GPU that has it; may be missing
 """
@@ -171,6 +172,7 @@ def extras(result: dict) -> list[str]:
             f"would take {copy_ms:.3f} ms."
         )
     if decode := result.get("decode"):
+        header, fla = ["sequences x heads", "µs", "share"], ""
         rows = [
             [
                 f"{row['sequences']} x {row['heads']}",
@@ -179,11 +181,21 @@ def extras(result: dict) -> list[str]:
             ]
             for row in decode
         ]
+        if any("fla_ms" in row for row in decode):
+            header += ["fla, µs", "ratio"]
+            fla = (
+                "; fla is what its `fused_recurrent_kda` launches, here, on states in place, and "
+                "`ratio` its time over ours"
+            )
+            for cells, row in zip(rows, decode, strict=True):
+                ms = row.get("fla_ms", "-")
+                is_time = _is_time(ms)
+                cells += [f"{1e3 * ms:.1f}", f"{ms / row['ms']:.2f}"] if is_time else [ms, "-"]
         sentences.append(
             "A step of one token, `cukda.step` with float32 states; the share is of what a copy of "
-            "as many bytes as the states have, read and written, would move in that time:"
+            f"as many bytes as the states have, read and written, would move in that time{fla}:"
         )
-        sentences.append(_markdown(["sequences x heads", "µs", "share"], rows))
+        sentences.append(_markdown(header, rows))
     if strides := result.get("strides_ms"):
         rows = [
             [name, *map(_ms, (result["bench"][name]["ms"], ms["aligned"], ms["unaligned"]))]

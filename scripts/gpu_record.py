@@ -4,9 +4,10 @@
     python scripts/gpu_record.py --unverified REASON   mark the record as stale, on purpose
     python scripts/gpu_record.py --readme              write the README's tables again
 
-A record is one run: the GPU tests, then the contract's accuracy inputs and the benchmark. It holds
-the digest of every file that decides what runs on the GPU; tests/test_record.py fails when that is
-not the digest of the tree. Besides what figures.py describes, a record has
+A record is one run: the GPU tests, then the contract's accuracy inputs and the benchmark, without
+peers, which compile for minutes, but for fla's step. It holds the digest of every file that decides
+what runs on the GPU; tests/test_record.py fails when that is not the digest of the tree. Besides
+what figures.py describes, a record has
 
     digest      of the files that ran, None before any run
     unverified  None, or {digest, date, reason}: the tree of that digest has not run
@@ -179,7 +180,7 @@ def make_record() -> tuple[dict, list[str]]:
 
     try:
         stage("tests", lambda: record.update(tests=run_tests()))
-        stage("benchmark", lambda: bench.run(list(cases), cases, True, result))
+        stage("benchmark", lambda: bench.run(list(cases), cases, True, result, live=False))
         stage("what is no case", lambda: bench.run_extras(result))
     except SystemExit:
         pass

@@ -119,6 +119,17 @@ def test_extras(result):
     ]
 
 
+def test_a_step_beside_flas(result):
+    rows = [{"sequences": 1, "heads": 4, "ms": 0.003, "fla_ms": 0.0036}]
+    rows += [{"sequences": 8, "heads": 32, "ms": 0.02, "fla_ms": "OSError: no"}]
+    text, table = figures.extras(result | {"decode": rows})
+    assert "fused_recurrent_kda" in text
+    header, _, first, second = table.splitlines()
+    assert header == "| sequences x heads | µs | share | fla, µs | ratio |"
+    assert first.startswith("| 1 x 4 | 3.0 |") and first.endswith("| 3.6 | 1.20 |")
+    assert second.startswith("| 8 x 32 | 20.0 |") and second.endswith("| OSError: no | - |")
+
+
 def test_a_start_is_timed_from_the_start_of_python(monkeypatch):
     monkeypatch.setattr(bench, "FIRST_RESULT", "import time; time.sleep(0.2); print(time.time())")
     times = bench._start_seconds(2)

@@ -143,7 +143,7 @@ def test_a_run_is_recorded_and_shown(files, monkeypatch):
     tests = {"passed": 7, "failed": 0, "skipped": 1}
     monkeypatch.setattr(gpu_record, "run_tests", lambda: tests)
     monkeypatch.setattr(
-        gpu_record.bench, "run", lambda _names, _cases, _check, result: measure(result)
+        gpu_record.bench, "run", lambda _names, _cases, _check, result, live: measure(result)
     )
     assert gpu_record.main([]) == 0
     record = json.loads(record_file.read_text(encoding="utf-8"))
@@ -174,7 +174,7 @@ def test_a_broken_run_prints_what_it_has(files, monkeypatch, capsys, broken):
             raise RuntimeError("pytest ended with status 3")
         return {"passed": 7, "failed": int(broken == "failures"), "skipped": 0}
 
-    def run(_names, _cases, _check, result):
+    def run(_names, _cases, _check, result, live):
         measure(result)
         if broken == "bench":
             raise RuntimeError("out of memory")
