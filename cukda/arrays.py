@@ -1,4 +1,4 @@
-"""Any caller's array -> pointer, shape, strides, dtype, device; and the stream to launch on.
+"""Any caller's array -> pointer, shape, strides, dtype, device.
 
 torch, CuPy and NumPy are read directly, in about a microsecond an array, and only if the caller
 has imported them; every other library through DLPack, which takes several times as long, or through
@@ -9,34 +9,22 @@ import contextlib
 import functools
 import math
 import sys
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from cukda import cuda_array_interface, dlpack
+from cukda import cuda_array_interface, dlpack, streams
 from cukda.jit import import_cupy, no_usable_gpu
 from cukda.plan import ROW_ALIGNMENT
 
 CPU = -1
 # What strides a kernel takes: row-major without gaps; any, but along the last axis; any.
 CONTIGUOUS, ROWS, ANY = "contiguous", "rows", "any"
-_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 # An address below may be the offset that torch gives for a storage without memory; none above.
 _MOST_OFFSET = 2**44
 
-# Libraries that have no current stream that we know, and whose memory we hold while it is in use.
-_LENDERS = ("dlpack", "jax", "cuda_array_interface")
-
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
-
-# (event, owners): memory whose library does not know that work which was launched still uses it.
-_in_use: deque[tuple[object, list[object]]] = deque()
-
-# CUDA's pool for Workspace, by device; and what it keeps between calls.
-_KEPT_BYTES = 2**30
-_memory_pools: dict[int, int] = {}
 
 # Types of torch tensors and of CuPy arrays seen so far: a look here takes 0.07 us less than
 # isinstance.
@@ -79,7 +67,8 @@ class Array:
 def view(name: str, array: object, stream: object = None) -> Array:
     """A caller's array, by whichever route its library offers; nothing is copied.
 
-    stream: as in launch_on; a DLPack producer on a GPU is told that its memory will be used there.
+    stream: as in streams.launch_on; a DLPack producer on a GPU is told that its memory will be used
+    there.
     Errors: TypeError (no array, or none with plain strided memory), ValueError (a device that is
     neither CPU nor CUDA, strides that are no multiple of the element size), ImportError (another
     library's array on a GPU, and no CuPy).
@@ -336,8 +325,8 @@ def empty_like(array: Array, stream: object = None) -> object:
     """A new contiguous array of array's shape, dtype and device, in the caller's library; for JAX,
     whose arrays nobody may write, in CuPy or NumPy: hand_over makes it JAX's afterwards.
 
-    stream: as in launch_on. The memory comes from the library's current stream, so a stream given
-    here first waits for that one.
+    stream: as in streams.launch_on. The memory comes from the library's current stream, so a stream
+    given here first waits for that one.
     Errors: ValueError that names `out` when a DLPack library has no array API to allocate with, and
     that or TypeError when it allocates another array; what it raises itself comes out as it is.
     """
@@ -354,17 +343,18 @@ def empty_like(array: Array, stream: object = None) -> object:
         with cupy.cuda.Device(array.device):
             new = cupy.empty(array.shape, _numpy_dtype(array.dtype))
     if stream is not None and array.device != CPU:
-        pointer = _stream_pointer(stream, array.device)
+        pointer = streams.stream_pointer(stream, array.device)
         with import_cupy().cuda.Device(array.device):
-            _wait_before(pointer, {current_stream(array.library, array.device)} - {pointer})
+            current = streams.current_stream(array.library, array.device)
+            streams.wait_before(pointer, {current} - {pointer})
     return new
 
 
 def hand_over(new: object, array: Array, stream: object = None) -> object:
     """What empty_like made, in array's library, once the work that fills it has been launched.
 
-    stream: as in launch_on. What reads the result in JAX waits for CuPy's current stream, and that
-    one for a stream given here.
+    stream: as in streams.launch_on. What reads the result in JAX waits for CuPy's current stream,
+    and that one for a stream given here.
     """
     if array.library != "jax":
         return new
@@ -375,10 +365,10 @@ def hand_over(new: object, array: Array, stream: object = None) -> object:
         return library.empty(new.shape, new.dtype, device=array.owner.producer.device)
     with import_cupy().cuda.Device(array.device):
         if stream is not None:
-            pointer = _stream_pointer(stream, array.device)
-            current = current_stream(array.library, array.device)
+            pointer = streams.stream_pointer(stream, array.device)
+            current = streams.current_stream(array.library, array.device)
             if current != pointer:
-                _wait(current, pointer)
+                streams.wait(current, pointer)
         return library.from_dlpack(new)
 
 
@@ -400,220 +390,6 @@ def elements(array: Array) -> np.ndarray:
 def device_name(device: int) -> str:
     """ "cpu" or "cuda:1", as messages say it."""
     return "cpu" if device == CPU else f"cuda:{device}"
-
-
-def is_current(device: int) -> bool:
-    """Whether kernels that are launched now run there."""
-    cuda = import_cupy().cuda
-    # A thread's first CUDA call may be this one: then no context is bound, and a launch, unlike
-    # most calls of the runtime, binds none.
-    return cuda.runtime.getDevice() == device and bool(cuda.driver.ctxGetCurrent())
-
-
-class launch_on:
-    """with launch_on(arrays, stream) as pointer: launch kernels on that stream pointer.
-
-    Inside, the device of the arrays (all on one) is current; afterwards the former one is again.
-    The stream is the current one of the first array's library: torch's for torch, CuPy's for all
-    others. When other arrays' libraries have another current stream, ours waits for it before, and
-    it for ours after. A stream given instead is used as it is, and its order against the current
-    streams is the caller's: a pointer, a torch or CuPy stream, anything with `__cuda_stream__`.
-    A stream that a `__cuda_array_interface__` names is waited for, and waits, in either case.
-
-    Nothing waits on the host, and memory that the caller drops right afterwards stays valid until
-    the work is done. torch and CuPy arrays on their own current stream cost no event, so that a
-    graph can be captured; capturing with arrays whose libraries have different current streams is
-    a ValueError, since nothing outside a graph can be waited for from inside.
-
-    Errors: TypeError or ValueError for a stream that is none or of another device; ImportError
-    without CuPy.
-    """
-
-    __slots__ = ("_arrays", "_device", "_kept", "_others", "_pointer", "_previous", "_stream")
-
-    def __init__(self, arrays: Sequence[Array | None], stream: object = None):
-        self._arrays = [array for array in arrays if array is not None]
-        self._stream = stream
-
-    def __enter__(self) -> int:
-        cuda = import_cupy().cuda
-        runtime = cuda.runtime
-        self._device = self._arrays[0].device
-        self._previous = runtime.getDevice()
-        # See is_current.
-        if self._device != self._previous or not cuda.driver.ctxGetCurrent():
-            runtime.setDevice(self._device)
-        try:
-            self._order()
-        except BaseException:
-            self._restore_device()
-            raise
-        return self._pointer
-
-    def __exit__(self, kind, error, traceback) -> None:
-        try:
-            if kind is None:
-                for other in self._others:
-                    _wait(other, self._pointer)
-                if self._kept:
-                    self._keep_in_use()
-        finally:
-            self._restore_device()
-
-    def _order(self) -> None:
-        """Choose the stream, wait for the others, see what memory outlives the call."""
-        device, stream = self._device, self._stream
-        self._kept, self._others = [], set()
-        first = self._arrays[0].library
-        # All of torch's on torch's stream, or of CuPy's on CuPy's, is the usual call: 0.6 us less.
-        if stream is None and first in ("torch", "cupy"):
-            for array in self._arrays:
-                if array.library != first:
-                    break
-            else:
-                self._pointer = current_stream(first, device)
-                return
-        libraries = {array.library for array in self._arrays}
-        current = {library: current_stream(library, device) for library in libraries}
-        if stream is None:
-            self._pointer = current[first]
-            self._others = set(current.values()) - {self._pointer}
-        else:
-            self._pointer = _stream_pointer(stream, device)
-            if current.get("torch", self._pointer) != self._pointer:
-                self._record_stream()
-            # CuPy's pool hands freed memory out again on its own stream.
-            if current.get("cupy", self._pointer) != self._pointer:
-                self._kept = [array.owner for array in self._arrays if array.library == "cupy"]
-        if not libraries.isdisjoint(_LENDERS):
-            lent = [array.owner for array in self._arrays if array.library in _LENDERS]
-            self._kept += lent
-            # A stream that the memory is in use on. DLPack has been told of ours.
-            used = {getattr(owner, "stream", None) for owner in lent}
-            self._others |= used - {None, self._pointer}
-        _wait_before(self._pointer, self._others)
-
-    def _record_stream(self) -> None:
-        """Tell torch's allocator that the tensors are in use on a stream that is not theirs."""
-        torch = sys.modules["torch"]
-        stream = torch.cuda.ExternalStream(self._pointer, device=self._device)
-        for array in self._arrays:
-            if array.library == "torch":
-                array.owner.record_stream(stream)
-
-    def _keep_in_use(self) -> None:
-        """Hold the owners until the work on our stream is done; let go of those of earlier calls.
-
-        A graph holds no memory in any library: what it uses is the caller's to keep.
-        """
-        cuda = import_cupy().cuda
-        if cuda.runtime.streamIsCapturing(self._pointer):
-            return
-        event = cuda.Event(disable_timing=True)
-        cuda.runtime.eventRecord(event.ptr, self._pointer)
-        _in_use.append((event, self._kept))
-        # Taken out to be looked at, so that two threads never look at the same one.
-        with contextlib.suppress(IndexError):
-            while (oldest := _in_use.popleft())[0].done:
-                pass
-            _in_use.appendleft(oldest)
-
-    def _restore_device(self) -> None:
-        if self._device != self._previous:
-            import_cupy().cuda.runtime.setDevice(self._previous)
-
-
-class _Stream:
-    """A stream pointer, as CuPy takes it."""
-
-    def __init__(self, pointer: int):
-        self._pointer = pointer
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._pointer
-
-
-class Workspace:
-    """with Workspace(num_bytes, stream_pointer) as workspace: memory between two points of a stream
-    of the current device, for the kernels launched inside: workspace.pointer, at a multiple of 256.
-
-    It comes from a CUDA memory pool of ours, by stream-ordered allocation: nothing waits, and a
-    graph that is captured meanwhile has the memory for its own. The pool keeps what it has had.
-    None is taken for 0 bytes.
-
-    Errors: MemoryError when the GPU has no more.
-    """
-
-    __slots__ = ("_num_bytes", "_stream_pointer", "pointer")
-
-    def __init__(self, num_bytes: int, stream_pointer: int):
-        self._num_bytes = num_bytes
-        self._stream_pointer = stream_pointer
-        self.pointer = 0
-
-    def __enter__(self) -> "Workspace":
-        if self._num_bytes:
-            runtime = import_cupy().cuda.runtime
-            pool = _memory_pool(runtime.getDevice(), self._stream_pointer)
-            try:
-                if pool is None:
-                    self.pointer = runtime.mallocAsync(self._num_bytes, self._stream_pointer)
-                else:
-                    self.pointer = runtime.mallocFromPoolAsync(
-                        self._num_bytes, pool, self._stream_pointer
-                    )
-            except runtime.CUDARuntimeError as error:
-                if error.status != _OUT_OF_MEMORY:
-                    raise
-                raise MemoryError(
-                    f"cukda: the GPU has no {self._num_bytes} bytes for what segments put aside"
-                ) from error
-        return self
-
-    def copy(self, target: int, source: int, like: Array) -> None:
-        """Copy an array from one pointer on the device to another, where it is contiguous, on the
-        stream. like: its shape, strides and dtype; the pointer there is not looked at.
-        """
-        cupy = import_cupy()
-        runtime = cupy.cuda.runtime
-        if is_contiguous(like):
-            kind = runtime.memcpyDeviceToDevice
-            runtime.memcpyAsync(target, source, like.num_bytes, kind, self._stream_pointer)
-            return
-        device = runtime.getDevice()
-
-        def bits(pointer, strides):
-            memory = cupy.cuda.UnownedMemory(pointer, like.num_bytes, None, device)
-            pointer = cupy.cuda.MemoryPointer(memory, 0)
-            return cupy.ndarray(like.shape, f"u{like.item_bytes}", pointer, strides)
-
-        strides = tuple(stride * like.item_bytes for stride in like.strides)
-        with cupy.cuda.Stream.from_external(_Stream(self._stream_pointer)):
-            cupy.copyto(bits(target, None), bits(source, strides))
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if self.pointer:
-            import_cupy().cuda.runtime.freeAsync(self.pointer, self._stream_pointer)
-
-
-def _memory_pool(device: int, stream_pointer: int) -> int | None:
-    """A pool on the device that keeps up to 1 GiB between calls: to give it back to the system
-    would cost 0.1 ms a call.
-
-    None while a graph is captured and there is no pool yet, for none can be made then; nor is one
-    wanted, because what a graph allocates is the graph's.
-    """
-    pool = _memory_pools.get(device)
-    if pool is None:
-        runtime = import_cupy().cuda.runtime
-        if runtime.streamIsCapturing(stream_pointer):
-            return None
-        pinned, no_handle, on_device = 1, 0, 1  # cudaMemAllocationTypePinned, ...
-        properties = runtime.MemPoolProps(pinned, no_handle, on_device, device)
-        pool = _memory_pools.setdefault(device, runtime.memPoolCreate(properties))
-        threshold = runtime.cudaMemPoolAttrReleaseThreshold
-        runtime.memPoolSetAttribute(pool, threshold, _KEPT_BYTES)
-    return pool
 
 
 class _Memory:
@@ -649,9 +425,9 @@ def _view_dlpack(name: str, producer: object, stream: object) -> Array:
                 expected, got = f"one of {num_devices} CUDA devices", f"number {ordinal}"
                 raise ValueError(f"{name}: expected an array on {expected}, got one on {got}")
             if stream is None:
-                pointer = current_stream("dlpack", ordinal)
+                pointer = streams.current_stream("dlpack", ordinal)
             else:
-                pointer = _stream_pointer(stream, ordinal)
+                pointer = streams.stream_pointer(stream, ordinal)
             # Some producers export only what is on the current device.
             with cuda.Device(ordinal):
                 loan = dlpack.borrow(name, producer, ordinal, pointer)
@@ -713,64 +489,6 @@ def _empty_by_array_api(array: Array, stream: object) -> object:
     new = empty(array.shape, dtype=dtype, device=device)
     check(view("out", new, stream), (array.dtype,), array.shape, array.device)
     return new
-
-
-def current_stream(library: str, device: int) -> int:
-    """The pointer of a library's current stream; DLPack's others are met on CuPy's."""
-    if library == "torch":
-        torch = sys.modules["torch"]
-        # torch.cuda.current_stream makes an object and takes 5 us.
-        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-        return torch.cuda.current_stream(device).cuda_stream if raw is None else raw(device)
-    return import_cupy().cuda.get_current_stream(device).ptr
-
-
-def _stream_pointer(stream: object, device: int) -> int:
-    """The pointer of a stream that the caller gave. Errors: TypeError, ValueError."""
-    pointer = stream
-    if not isinstance(stream, int):
-        # CuPy's default streams belong to no device and say -1.
-        ordinal = getattr(stream, "device_index", getattr(stream, "device_id", -1))
-        if isinstance(ordinal, int) and ordinal not in (-1, device):
-            expected, got = device_name(device), device_name(ordinal)
-            raise ValueError(f"stream: expected a stream of {expected}, got one of {got}")
-        try:
-            if hasattr(stream, "__cuda_stream__"):
-                _, pointer = stream.__cuda_stream__()
-            else:
-                # torch's before 2.9.
-                pointer = stream.cuda_stream
-        # A class, too, has such attributes; and what they do is not ours.
-        except Exception as error:
-            raise _no_stream(stream) from error
-    if not isinstance(pointer, int) or isinstance(pointer, bool):
-        raise _no_stream(stream)
-    if not 0 <= pointer < cuda_array_interface.MAX_POINTER:
-        raise ValueError(f"stream: expected a pointer, got {pointer:#x}")
-    return pointer
-
-
-def _no_stream(stream: object) -> TypeError:
-    got = f"the class {stream.__name__}" if isinstance(stream, type) else type(stream).__name__
-    expected = "a pointer or an object with __cuda_stream__"
-    return TypeError(f"stream: expected {expected}, got {got}")
-
-
-def _wait(waiting: int, awaited: int) -> None:
-    """Later work on one stream of the current device runs after the present work of another."""
-    cuda = import_cupy().cuda
-    event = cuda.Event(disable_timing=True)
-    cuda.runtime.eventRecord(event.ptr, awaited)
-    cuda.runtime.streamWaitEvent(waiting, event.ptr)
-
-
-def _wait_before(waiting: int, others: set[int]) -> None:
-    """_wait for each of the others. Errors: ValueError when the waiting stream is capturing."""
-    if others and import_cupy().cuda.runtime.streamIsCapturing(waiting):
-        got = f"a capturing one beside {len(others)} more"
-        raise ValueError(f"stream: expected one stream for all arrays during capture, got {got}")
-    for other in others:
-        _wait(waiting, other)
 
 
 def _in_elements(name: str, strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

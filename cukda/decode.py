@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cukda import arrays, jit, kda, plan, reference
+from cukda import arrays, jit, kda, plan, reference, streams
 from cukda.launch import OUT, Kept, head_strides, keep, launch_again
 from cukda.overlap import Apart, refuse_overlap
 
@@ -111,7 +111,7 @@ def step(
     if not is_empty and call.q.device == arrays.CPU:
         _compute_on_cpu(call)
     elif not is_empty:
-        with arrays.launch_on(call.arrays, stream) as stream_pointer:
+        with streams.launch_on(call.arrays, stream) as stream_pointer:
             launch = _Launch(call)
             pointers = arrays.pointers_of(call.arrays)
             launch(stream_pointer, pointers, call.scale, call.lower_bound)

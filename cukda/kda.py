@@ -2,7 +2,7 @@
 
 import math
 
-from cukda import arrays, plan, reference
+from cukda import arrays, plan, reference, streams
 from cukda.launch import FINAL, INITIAL, OUT, Call, Launch, keep, launch_again
 from cukda.overlap import Apart, refuse_overlap
 
@@ -87,7 +87,7 @@ def fwd(
     if call.q.device == arrays.CPU:
         _compute_on_cpu(call)
     else:
-        with arrays.launch_on(call.arrays, stream) as stream_pointer:
+        with streams.launch_on(call.arrays, stream) as stream_pointer:
             launch = Launch(call)
             pointers = arrays.pointers_of(call.arrays)
             launch(stream_pointer, pointers, call.scale, call.lower_bound)

@@ -4,8 +4,9 @@ import struct
 from dataclasses import replace
 from typing import NamedTuple
 
-from cukda import arrays, jit, plan
+from cukda import arrays, jit, plan, streams
 from cukda.overlap import Apart
+from cukda.workspace import Workspace
 
 # The kernels' parameters in their order: pointers (P), floats, ints (i) and unsigned ones (I); and
 # strides, for those that take them.
@@ -64,7 +65,7 @@ class Kept:
 
     def fits(self, pointers: list[int]) -> bool:
         """Whether arrays at these addresses are apart, and the device is the current one."""
-        return self._apart(pointers) and arrays.is_current(self.device)
+        return self._apart(pointers) and streams.is_current(self.device)
 
 
 def keep(launches: dict, key: tuple | None, launch: Kept) -> None:
@@ -90,7 +91,7 @@ def launch_again(
         # Others than those that `fits` remembers.
         pointers = [*pointers]
         pointers[OUT] = begin
-    launch(arrays.current_stream(launch.library, launch.device), pointers, scale, lower_bound)
+    launch(streams.current_stream(launch.library, launch.device), pointers, scale, lower_bound)
     return out
 
 
@@ -152,7 +153,7 @@ class Launch(Kept):
     def __call__(
         self, stream_pointer: int, pointers: list[int], scale: float, lower_bound: float
     ) -> None:
-        end = self._plan.layout.end
+        end = self._plan.offsets.end
         if end == 0:
             self._launch(stream_pointer, pointers, scale, lower_bound, self._strides)
             return
@@ -160,7 +161,7 @@ class Launch(Kept):
         # A last segment may write its final state before the first has read the initial one.
         is_copied = initial != 0 and initial == pointers[FINAL]
         copy_bytes = self._initial.num_bytes if is_copied else 0
-        with arrays.Workspace(end + copy_bytes, stream_pointer) as workspace:
+        with Workspace(end + copy_bytes, stream_pointer) as workspace:
             if is_copied:
                 pointers = [*pointers]
                 pointers[INITIAL] = workspace.pointer + end
@@ -169,9 +170,9 @@ class Launch(Kept):
             self._launch(stream_pointer, pointers, scale, lower_bound, strides, workspace.pointer)
 
     def _launch(self, stream_pointer, pointers, scale, lower_bound, strides, own=0) -> None:
-        """own: where the memory begins that Plan.layout is of."""
+        """own: where the memory begins that Plan.offsets are of."""
         q, k, v, g, beta, out, A_log, dt_bias, initial, final, cu_seqlens = pointers
-        planned, at, segments = self._plan, self._plan.layout, self._plan.segments
+        planned, at, segments = self._plan, self._plan.offsets, self._plan.segments
         begins, counts = own + at.begins, own + at.counts
         ready = own + at.ready if segments.join_every else 0
         if self._cuts is not None:

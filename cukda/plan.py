@@ -262,7 +262,7 @@ class Segments(NamedTuple):
     first_extra: int = 0
 
 
-class Layout(NamedTuple):
+class Offsets(NamedTuple):
     """Where the parts of a call's own memory begin, in bytes. locals, transfers: a state each for
     every slot and head; partials: O_local and Q_M; counts: four; ready: one for every slot and
     head; begins: a byte for each, read four at a time; end: all bytes.
@@ -290,7 +290,7 @@ class Runs(NamedTuple):
 class Plan:
     """A call's launches. grid: blocks of the variant; cuts_grid: of CUTS, none where there is
     nothing to cut. num_slots: places for segments, enough for sequences of any length; runs: of
-    tiles of joined segments; layout: of the memory that both share.
+    tiles of joined segments; offsets: of the memory that both share.
     """
 
     variant: Variant
@@ -299,7 +299,7 @@ class Plan:
     num_slots: int
     cuts_grid: int
     runs: Runs
-    layout: Layout
+    offsets: Offsets
 
 
 def variants() -> tuple[Variant, ...]:
@@ -369,7 +369,7 @@ def launch(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> Plan
         num_slots=num_slots,
         cuts_grid=num_states if segments.length else 0,
         runs=_runs(variant, segments, shape, gpu) if segments.join_every else Runs(),
-        layout=_layout(segments, shape),
+        offsets=_offsets(segments, shape),
     )
 
 
@@ -448,7 +448,7 @@ def _joined_evenly(wanted: int, num_tokens: int) -> Iterator[Segments]:
 def _fits(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> bool:
     """Whether a call's own memory is not too much, and its items can be counted."""
     num_items = _num_items(variant, segments, shape)
-    num_bytes = _layout(segments, shape).end
+    num_bytes = _offsets(segments, shape).end
     # Of the fewest tokens that may have been rounded to so many.
     shift = max(0, (shape.num_tokens - 1).bit_length() - _LEADING_BITS)
     fewest = shape._replace(num_tokens=max(0, shape.num_tokens - (1 << shift) + 1))
@@ -460,7 +460,7 @@ def _fits(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> bool:
     return num_bytes <= most_bytes and num_items <= _MOST_ITEMS
 
 
-def _layout(segments: Segments, shape: Shape) -> Layout:
+def _offsets(segments: Segments, shape: Shape) -> Offsets:
     num_states = _num_slots(segments, shape) * shape.num_heads if segments.length else 0
     num_joined = num_states if segments.join_every else 0
     sizes = (
@@ -472,7 +472,7 @@ def _layout(segments: Segments, shape: Shape) -> Layout:
         num_states,
     )
     *starts, end = itertools.accumulate(sizes, initial=0)
-    return Layout(*starts, -(-end // ROW_ALIGNMENT) * ROW_ALIGNMENT)
+    return Offsets(*starts, -(-end // ROW_ALIGNMENT) * ROW_ALIGNMENT)
 
 
 def _cycles_of(variant: Variant, segments: Segments, shape: Shape, gpu: Gpu) -> tuple[float, float]:

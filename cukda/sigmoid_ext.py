@@ -9,7 +9,7 @@ import struct
 
 import numpy as np
 
-from cukda import arrays, jit, reference
+from cukda import arrays, jit, reference, streams
 
 # By value of `enum class Dtype` in sigmoid.cu.
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -124,7 +124,7 @@ def _compute(source: arrays.Array, target: arrays.Array, stream) -> None:
     variant = _VARIANTS[source.dtype, target.dtype]
     block_size = _NUM_THREADS * _VECTORS * (_VECTOR_BYTES // _item_bytes(source))
     grid = -(-source.size // block_size)
-    with arrays.launch_on((source, target), stream) as stream_pointer:
+    with streams.launch_on((source, target), stream) as stream_pointer:
         kernel = jit.kernel(variant.source, variant.entry, variant.defines)
         args = (source.pointer, target.pointer, source.size)
         kernel(grid, _NUM_THREADS, 0, stream_pointer, _PARAMETERS, *args)

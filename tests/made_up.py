@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_launch import H200, STREAM, FakeGpu
 
-from cukda import arrays, decode, jit, kda
+from cukda import arrays, decode, jit, kda, streams, workspace
 
 D = 128
 NEW = 0x7FA0_0000_0000
@@ -161,11 +161,11 @@ def two_gpus(monkeypatch):
     gpus = TwoGpus(cupy)
     # A type is known from the first call on.
     monkeypatch.setattr(arrays, "_cupy_types", {cupy.ndarray})
-    monkeypatch.setattr(jit, "import_cupy", lambda: gpus)
+    for module in arrays, jit, streams, workspace:
+        monkeypatch.setattr(module, "import_cupy", lambda: gpus)
     monkeypatch.setattr(jit, "_kernels", {})
     monkeypatch.setattr(jit, "gpu", lambda: H200)
-    monkeypatch.setattr(arrays, "import_cupy", lambda: gpus)
-    monkeypatch.setattr(arrays, "_memory_pools", {})
+    monkeypatch.setattr(workspace, "_memory_pools", {})
     monkeypatch.setattr(kda, "_launches", {})
     monkeypatch.setattr(decode, "_launches", {})
     return gpus

@@ -18,7 +18,7 @@ import pytest
 from test_jit import CUDARuntimeError, FakeCuPy
 
 import cukda
-from cukda import arrays, dlpack, jit
+from cukda import arrays, dlpack, jit, streams
 
 torch = pytest.importorskip("torch")
 
@@ -431,8 +431,8 @@ def test_dlpack_on_a_gpu_without_a_driver(monkeypatch, call):
     fake = FakeCuPy()
     fake.cuda.Device = fake.cuda.get_current_stream = fake.cuda.runtime.getDeviceCount = fail
     fake.cuda.runtime.driverGetVersion = lambda: 0
-    monkeypatch.setattr(arrays, "import_cupy", lambda: fake)
-    monkeypatch.setattr(jit, "import_cupy", lambda: fake)
+    for module in arrays, jit, streams:
+        monkeypatch.setattr(module, "import_cupy", lambda: fake)
     message = "^cukda: no usable GPU: no driver, .*: no NVIDIA driver is installed$"
     with pytest.raises(RuntimeError, match=message):
         call(Producer(np.zeros((), np.float32), device=(2, 0)))

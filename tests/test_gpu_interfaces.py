@@ -18,7 +18,7 @@ from test_gpu_streams import CuPy
 from test_interfaces import WITHOUT_ML_DTYPES
 
 import cukda
-from cukda import arrays
+from cukda import streams
 
 pytestmark = pytest.mark.gpu
 
@@ -444,9 +444,9 @@ def test_nothing_is_held_after_the_work(case, cupy):
     given = arguments(case)
     hardware.spin(cupy.cuda.get_current_stream().ptr)
     call(given | {n: Exporter(given[n]) for n in EXPORTED})
-    assert arrays._in_use
+    assert streams._in_use
     cupy.cuda.runtime.deviceSynchronize()
     call(given | {"A_log": Exporter(given["A_log"])})
     cupy.cuda.runtime.deviceSynchronize()
     call(given | {"A_log": Exporter(given["A_log"])})
-    assert len(arrays._in_use) <= 1
+    assert len(streams._in_use) <= 1

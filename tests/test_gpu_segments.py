@@ -11,7 +11,8 @@ import oracle
 import pytest
 from inputs import BF16, TOKENS
 
-from cukda import arrays, jit, kda, plan
+from cukda import jit, kda, plan
+from cukda.workspace import Workspace, _memory_pools
 
 pytestmark = pytest.mark.gpu
 
@@ -627,7 +628,7 @@ def test_rows_of_an_initial_state_do_not_meet(bad, joins, cut_every):
     assert not np.isfinite(final_state[:, :, 5]).any()
 
 
-class Kept(arrays.Workspace):
+class Kept(Workspace):
     """In a workspace's place: CuPy's memory, full of a byte, between guards, and kept."""
 
     # Read as a begin, a byte of zero is none: no item would be there, nor what it writes.
@@ -650,7 +651,7 @@ class Kept(arrays.Workspace):
     def begins(self, case):
         """Of a call that has ended: [num_slots, H]."""
         launch, num_heads = plan.plan(hardware.plan_shape(case), jit.gpu()), case["q"].shape[2]
-        at = self.GUARD_BYTES + launch.layout.begins
+        at = self.GUARD_BYTES + launch.offsets.begins
         found = self.memory[at : at + launch.num_slots * num_heads]
         return found.get().reshape(-1, num_heads)
 
@@ -672,7 +673,7 @@ def workspaces(monkeypatch, cupy):
                 return super().__enter__()
 
         Filled.fill = fill
-        monkeypatch.setattr(arrays, "Workspace", Filled)
+        monkeypatch.setattr("cukda.launch.Workspace", Filled)
         return made
 
     return fill_with
@@ -797,7 +798,7 @@ def test_out_of_memory(cut_every, cupy):
     launch((1,), (1,), (np.int64(1), np.uint64(0)))
     cupy.get_default_memory_pool().free_all_blocks()
     runtime.deviceSynchronize()
-    runtime.memPoolTrimTo(arrays._memory_pools[runtime.getDevice()], 0)
+    runtime.memPoolTrimTo(_memory_pools[runtime.getDevice()], 0)
     taken = []
     try:
         take_all(runtime, taken)

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from inputs import TOKENS
 
-from cukda import arrays as cukda_arrays
-from cukda import jit, kda, plan
+from cukda import jit, kda, plan, workspace
 
 pytestmark = pytest.mark.gpu
 
@@ -169,7 +168,7 @@ def forget_pool(monkeypatch, cupy):
 
     def forget():
         pools = {}
-        monkeypatch.setattr(cukda_arrays, "_memory_pools", pools)
+        monkeypatch.setattr(workspace, "_memory_pools", pools)
         forgotten.append(pools)
         return pools
 
@@ -470,7 +469,7 @@ def capture_first(library):
     graph = Graph(library)
     with graph.capture():
         call(static, out, final_state)
-    assert cukda_arrays._memory_pools == {}
+    assert workspace._memory_pools == {}
     graph.replay()
     got = [hardware.host(x) for x in (out, final_state)]
     assert_same(got, expected(case))

@@ -21,7 +21,7 @@ from test_jit import CUDARuntimeError, FakeCuPy, run_python
 from test_streams import FakeCuda
 
 import cukda
-from cukda import arrays, jit
+from cukda import arrays, jit, streams
 
 # As where it is not installed: CuPy takes a module that is None for one.
 WITHOUT_ML_DTYPES = """
@@ -47,8 +47,9 @@ def cuda(monkeypatch):
     runtime.pointerGetAttributes = lambda pointer: types.SimpleNamespace(
         type=0 if pointer == UNKNOWN else 2, device=-2 if pointer == UNKNOWN else 1
     )
-    monkeypatch.setattr(arrays, "import_cupy", lambda: fake)
-    monkeypatch.setattr(arrays, "_in_use", type(arrays._in_use)())
+    for module in arrays, streams:
+        monkeypatch.setattr(module, "import_cupy", lambda: fake)
+    monkeypatch.setattr(streams, "_in_use", type(streams._in_use)())
     return fake
 
 
@@ -202,7 +203,7 @@ def lent(stream, **changes):
 
 def test_launch_waits_for_the_stream_of_the_memory_and_it_for_ours(cuda):
     cuda.cupy_stream = 22
-    with arrays.launch_on([lent(33), lent(33), lent(None), lent(22)]) as pointer:
+    with streams.launch_on([lent(33), lent(33), lent(None), lent(22)]) as pointer:
         assert pointer == 22
         assert [call for call in cuda.calls if call[0] == "wait"] == [("wait", 22, 33)]
     waits = [call for call in cuda.calls if call[0] == "wait"]
@@ -211,7 +212,7 @@ def test_launch_waits_for_the_stream_of_the_memory_and_it_for_ours(cuda):
 
 def test_launch_on_a_stream_given_waits_too(cuda):
     cuda.cupy_stream = 22
-    with arrays.launch_on([lent(33)], 44):
+    with streams.launch_on([lent(33)], 44):
         pass
     waits = [call for call in cuda.calls if call[0] == "wait"]
     assert waits == [("wait", 44, 33), ("wait", 33, 44)]
@@ -219,7 +220,7 @@ def test_launch_on_a_stream_given_waits_too(cuda):
 
 @pytest.mark.parametrize("stream", [None, 1])
 def test_launch_waits_for_nothing_where_the_stream_is_ours(cuda, stream):
-    with arrays.launch_on([lent(stream)]) as pointer:
+    with streams.launch_on([lent(stream)]) as pointer:
         assert pointer == 0
     assert not [call for call in cuda.calls if call[0] == "wait"]
 
@@ -227,10 +228,10 @@ def test_launch_waits_for_nothing_where_the_stream_is_ours(cuda, stream):
 def test_launch_waits_for_nothing_outside_a_capture(cuda):
     cuda.cupy_stream = 22
     cuda.capturing = {22}
-    with arrays.launch_on([lent(22), lent(None)]):
+    with streams.launch_on([lent(22), lent(None)]):
         pass
     with pytest.raises(ValueError, match="^stream: expected one stream for all arrays during capt"):
-        with arrays.launch_on([lent(33)]):
+        with streams.launch_on([lent(33)]):
             pass
     assert not [call for call in cuda.calls if call[0] == "wait"]
 
@@ -238,13 +239,13 @@ def test_launch_waits_for_nothing_outside_a_capture(cuda):
 def test_launch_keeps_the_memory_until_the_work_is_done(cuda):
     exporter = Exporter()
     alive = weakref.ref(exporter)
-    with arrays.launch_on([arrays.view("x", exporter)]):
+    with streams.launch_on([arrays.view("x", exporter)]):
         pass
     del exporter
     gc.collect()
     assert alive() is not None
     cuda.done = True
-    with arrays.launch_on([lent(None)]):
+    with streams.launch_on([lent(None)]):
         pass
     gc.collect()
     assert alive() is None

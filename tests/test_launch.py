@@ -17,7 +17,7 @@ import pytest
 from test_jit import CUDARuntimeError, FakeCuPy
 
 import cukda
-from cukda import arrays, decode, jit, plan, sigmoid_ext
+from cukda import arrays, decode, jit, plan, sigmoid_ext, streams, workspace
 from cukda.launch import CUTS_PARAMETERS, PARAMETERS
 from cukda.overlap import Apart
 
@@ -342,12 +342,12 @@ class OutOfMemory(CUDARuntimeError):
 @pytest.fixture
 def fake(monkeypatch):
     fake = FakeGpu()
-    monkeypatch.setattr(jit, "import_cupy", lambda: fake)
+    for module in arrays, jit, streams, workspace:
+        monkeypatch.setattr(module, "import_cupy", lambda: fake)
     monkeypatch.setattr(jit, "_kernels", {})
     monkeypatch.setattr(jit, "gpu", lambda: H200)
-    monkeypatch.setattr(arrays, "import_cupy", lambda: fake)
     monkeypatch.setattr(arrays, "view", lambda name, array, stream=None: array)
-    monkeypatch.setattr(arrays, "_memory_pools", {})
+    monkeypatch.setattr(workspace, "_memory_pools", {})
     return fake
 
 

@@ -182,7 +182,7 @@ def check_grids(launch, shape, gpu):
 
 def check_workspace(launch, shape):
     """Each part is as large as what it is for, and where loads of 16 bytes, or of 4, want it."""
-    segments, at = launch.segments, launch.layout
+    segments, at = launch.segments, launch.offsets
     num_states = launch.num_slots * shape.num_heads if segments.length else 0
     num_joined = num_states if segments.join_every else 0
     wanted = {
@@ -213,7 +213,7 @@ def most_bytes(shape, gpu):
 def num_bytes_beside(launch, shape):
     """That a call takes, if it is in place."""
     num_states = shape.num_sequences * shape.num_heads if launch.segments.length else 0
-    return launch.layout.end + 4 * 128 * 128 * num_states
+    return launch.offsets.end + 4 * 128 * 128 * num_states
 
 
 @every_gpu
@@ -265,7 +265,7 @@ def test_nothing_to_do_is_no_block(num_sequences, num_heads, gpu):
     for num_tokens, packed in itertools.product((0, 8192), (False, True)):
         launch = plan.plan(plan.Shape(num_sequences, num_tokens, num_heads, packed), gpu)
         assert (launch.grid, launch.cuts_grid) == (0, 0)
-        assert not any(launch.layout)
+        assert not any(launch.offsets)
 
 
 @every_gpu
@@ -404,7 +404,7 @@ def test_without_memory_pools_nothing_is_split():
     without = H200._replace(memory_bytes=0)
     for shape in SHAPES:
         launch = plan.plan(shape, without)
-        assert (launch.segments, launch.layout.end) == (WHOLE, 0)
+        assert (launch.segments, launch.offsets.end) == (WHOLE, 0)
         assert launch.variant in plan.variants()
 
 

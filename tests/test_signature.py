@@ -14,7 +14,7 @@ from made_up import NEW, Made, fwd_call, made, make, step_call
 from test_launch import LARGEST, STREAM
 
 import cukda
-from cukda import arrays, decode, kda
+from cukda import arrays, decode, kda, streams
 
 FUNCTIONS = {"fwd": (cukda.fwd, kda, fwd_call), "step": (cukda.step, decode, step_call)}
 OPTIONAL = (
@@ -348,7 +348,7 @@ def test_arrays_of_two_libraries_are_never_kept(gpus, monkeypatch, function):
         return found
 
     monkeypatch.setattr(arrays, "view", view)
-    monkeypatch.setattr(arrays.launch_on, "_order", on_no_other_stream)
+    monkeypatch.setattr(streams.launch_on, "_order", on_no_other_stream)
     call_of(**made(make_call()))
     assert len(gpus.launches) == 1 and module._launches == {}
 

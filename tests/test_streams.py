@@ -1,4 +1,4 @@
-"""Streams, devices and lifetimes in `cukda.arrays`, with a fake CUDA that writes down its calls."""
+"""Streams, devices, lifetimes in `cukda.streams`, with a fake CUDA that writes down its calls."""
 
 import collections
 import gc
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_arrays import header
 
-from cukda import arrays
+from cukda import arrays, streams
 
 
 def array(**fields):
@@ -106,8 +106,9 @@ class FakeTensor:
 @pytest.fixture
 def cuda(monkeypatch):
     fake = FakeCuda()
-    monkeypatch.setattr(arrays, "import_cupy", lambda: fake)
-    monkeypatch.setattr(arrays, "_in_use", type(arrays._in_use)())
+    for module in arrays, streams:
+        monkeypatch.setattr(module, "import_cupy", lambda: fake)
+    monkeypatch.setattr(streams, "_in_use", type(streams._in_use)())
     return fake
 
 
@@ -120,30 +121,30 @@ def fake_torch(monkeypatch):
 
 def test_a_thread_without_a_context_gets_one(cuda, fake_torch):
     cuda.context = 0
-    with arrays.launch_on([array(library="torch")]):
+    with streams.launch_on([array(library="torch")]):
         assert cuda.calls == [("device", 0)]
-    with arrays.launch_on([array(library="torch")]):
+    with streams.launch_on([array(library="torch")]):
         pass
     assert cuda.calls == [("device", 0)]
 
 
 def test_launch_takes_the_first_arrays_stream(cuda, fake_torch):
     fake_torch.stream, cuda.cupy_stream = 11, 22
-    with arrays.launch_on([array(library="torch")] * 3) as pointer:
+    with streams.launch_on([array(library="torch")] * 3) as pointer:
         assert pointer == 11
-    with arrays.launch_on([array(library="cupy")]) as pointer:
+    with streams.launch_on([array(library="cupy")]) as pointer:
         assert pointer == 22
     assert cuda.calls == []
 
 
 def test_launch_runs_on_the_arrays_device_and_restores_it(cuda):
-    with arrays.launch_on([array(device=2)]):
+    with streams.launch_on([array(device=2)]):
         assert cuda.device == 2
     assert cuda.calls == [("device", 2), ("device", 0)]
-    with pytest.raises(ZeroDivisionError), arrays.launch_on([array(device=2)]):
+    with pytest.raises(ZeroDivisionError), streams.launch_on([array(device=2)]):
         raise ZeroDivisionError
     assert cuda.device == 0
-    with pytest.raises(TypeError, match="^stream: "), arrays.launch_on([array(device=2)], "s"):
+    with pytest.raises(TypeError, match="^stream: "), streams.launch_on([array(device=2)], "s"):
         pass
     assert cuda.device == 0
 
@@ -151,13 +152,13 @@ def test_launch_runs_on_the_arrays_device_and_restores_it(cuda):
 def test_launch_joins_the_streams_of_mixed_libraries(cuda, fake_torch):
     fake_torch.stream, cuda.cupy_stream = 11, 22
     mixed = [array(library="torch"), array(library="cupy"), array(library="torch")]
-    with arrays.launch_on(mixed):
+    with streams.launch_on(mixed):
         assert cuda.calls == [("wait", 11, 22)]
     assert cuda.calls == [("wait", 11, 22), ("wait", 22, 11)]
 
 
 def test_launch_joins_nothing_when_all_are_on_one_stream(cuda, fake_torch):
-    with arrays.launch_on([array(library="torch"), array(library="cupy")]) as pointer:
+    with streams.launch_on([array(library="torch"), array(library="cupy")]) as pointer:
         assert pointer == 0
     assert cuda.calls == []
 
@@ -169,7 +170,7 @@ def test_launch_refuses_to_join_while_capturing(cuda, fake_torch):
     with pytest.raises(
         ValueError, match="^stream: expected one stream .* capture, got a capturing"
     ):
-        with arrays.launch_on(mixed):
+        with streams.launch_on(mixed):
             pass
     assert cuda.calls == []
 
@@ -177,13 +178,13 @@ def test_launch_refuses_to_join_while_capturing(cuda, fake_torch):
 def test_launch_on_a_stream_given_keeps_torch_memory(cuda, fake_torch):
     fake_torch.stream = 11
     tensor = FakeTensor()
-    with arrays.launch_on([array(library="torch", owner=tensor, device=1)], 33) as pointer:
+    with streams.launch_on([array(library="torch", owner=tensor, device=1)], 33) as pointer:
         assert pointer == 33
     assert tensor.streams == [(33, 1)]
-    with arrays.launch_on([array(library="torch", owner=tensor)], 11):
+    with streams.launch_on([array(library="torch", owner=tensor)], 11):
         pass
     assert len(tensor.streams) == 1
-    assert not arrays._in_use
+    assert not streams._in_use
 
 
 @pytest.mark.parametrize("library, stream", [("cupy", 33), ("dlpack", None), ("dlpack", 33)])
@@ -192,7 +193,7 @@ def test_launch_keeps_other_memory_until_the_work_is_done(cuda, library, stream)
     alive = [weakref.ref(owner) for owner in owners]
 
     def launch():
-        with arrays.launch_on([array(library=library, owner=owners.pop(0))], stream):
+        with streams.launch_on([array(library=library, owner=owners.pop(0))], stream):
             pass
 
     launch()
@@ -203,7 +204,7 @@ def test_launch_keeps_other_memory_until_the_work_is_done(cuda, library, stream)
     launch()
     gc.collect()
     assert [ref() is None for ref in alive] == [True, True, True]
-    assert not arrays._in_use
+    assert not streams._in_use
 
 
 def test_another_thread_may_let_go_of_the_last(cuda):
@@ -214,28 +215,28 @@ def test_another_thread_may_let_go_of_the_last(cuda):
             self.clear()
             return super().popleft()
 
-    arrays._in_use = Taken()
-    with arrays.launch_on([array(library="dlpack")], 33):
+    streams._in_use = Taken()
+    with streams.launch_on([array(library="dlpack")], 33):
         pass
-    assert not arrays._in_use
+    assert not streams._in_use
 
 
 def test_launch_queries_no_event_while_capturing(cuda):
     cuda.capturing = {33}
     for library in ("cupy", "dlpack"):
-        with arrays.launch_on([array(library=library)], 33):
+        with streams.launch_on([array(library=library)], 33):
             pass
     assert cuda.calls == []
-    assert not arrays._in_use
+    assert not streams._in_use
 
 
 def test_launch_failure_joins_nothing_more(cuda, fake_torch):
     cuda.cupy_stream = 22
     mixed = [array(library="torch"), array(library="dlpack")]
-    with pytest.raises(ZeroDivisionError), arrays.launch_on(mixed):
+    with pytest.raises(ZeroDivisionError), streams.launch_on(mixed):
         raise ZeroDivisionError
     assert cuda.calls == [("wait", 0, 22)]
-    assert not arrays._in_use
+    assert not streams._in_use
 
 
 class WithStream:
@@ -255,7 +256,7 @@ class WithStream:
     ],
 )
 def test_stream_of_every_kind(cuda, stream, pointer):
-    with arrays.launch_on([array(device=1)], stream) as got:
+    with streams.launch_on([array(device=1)], stream) as got:
         assert got == pointer
 
 
@@ -295,7 +296,7 @@ def test_stream_of_every_kind(cuda, stream, pointer):
     ],
 )
 def test_stream_refused(cuda, stream, error, message):
-    with pytest.raises(error, match=message), arrays.launch_on([array(device=1)], stream):
+    with pytest.raises(error, match=message), streams.launch_on([array(device=1)], stream):
         pass
 
 
