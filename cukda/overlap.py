@@ -20,7 +20,9 @@ def refuse_overlap(output: Array, others, in_place: Array | None = None) -> None
             continue
         if other is in_place and _is_same(output, other):
             continue
-        expected, got = "memory of its own", f"an array that overlaps {other.name}"
+        alone = "memory of its own"
+        expected = f"{alone}, or {other.name} itself" if other is in_place else alone
+        got = f"an array that overlaps {other.name}"
         raise ValueError(f"{output.name}: expected {expected}, got {got}")
 
 
