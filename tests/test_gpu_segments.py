@@ -781,10 +781,12 @@ def check_bad_cu_seqlens(bounds, joins, cut_every, workspaces):
             workspace.assert_guards_are_whole()
 
 
-def test_out_of_memory(cut_every, cupy):
+def test_out_of_memory(cut_every, need_memory, cupy):
     """An error that names it, outputs as they were, and all is well once there is memory again."""
     import cukda
 
+    # And no other test with much of it meanwhile, which would miss what is taken here.
+    need_memory(1)
     runtime = cupy.cuda.runtime
     case = inputs.make([16_384], 8, "half", seed=140, batch=1)
     # 256 segments of 8 heads, two states and a state's half each: 320 MiB.
