@@ -62,15 +62,8 @@ struct Fetcher {
         const i64 offset = first + lane / 16 * token_stride + lane % 16 * 8;
         const u32 target = shared_address(raw.q) + raw_offset(lane / 16, lane % 16);
         if (num_rows >= chunk) {
-            const u16 *from_q = inputs.q + offset, *from_k = inputs.k + offset,
-                      *from_g = inputs.g + offset;
-#pragma unroll
-            for (int row = 0; row < chunk; row += 2) {
-                const u32 to = target_of(target, row);
-                cp_async_16(to, from_q + row * token_stride, 16);
-                cp_async_16(to + raw_tile, from_k + row * token_stride, 16);
-                cp_async_16(to + 2 * raw_tile, from_g + row * token_stride, 16);
-            }
+            fetch_whole(target, inputs.q + offset, inputs.k + offset, inputs.g + offset,
+                        token_stride, token_stride, token_stride);
         } else {
             fetch_tail(target, offset, token_stride, num_rows - lane / 16);
         }
@@ -80,6 +73,18 @@ struct Fetcher {
     // A lane's place `row` rows, an even number, after its first, which is in row 0 or 1.
     __device__ static u32 target_of(u32 first, int row) {
         return (first ^ row % 8 * 16) + row * sizeof(RawChunk::q[0]);
+    }
+
+    // A chunk of rows that are all there, and at multiples of 16 bytes.
+    __device__ static void fetch_whole(u32 target, const u16* from_q, const u16* from_k,
+                                       const u16* from_g, i64 q_step, i64 k_step, i64 g_step) {
+#pragma unroll
+        for (int row = 0; row < chunk; row += 2) {
+            const u32 to = target_of(target, row);
+            cp_async_16(to, from_q + row * q_step, 16);
+            cp_async_16(to + raw_tile, from_k + row * k_step, 16);
+            cp_async_16(to + 2 * raw_tile, from_g + row * g_step, 16);
+        }
     }
 
     // The last rows of an item, the first num_left, and zeros behind them.
@@ -119,15 +124,8 @@ struct Fetcher {
                       *from_k = inputs.k + offset_of(strides.k),
                       *from_g = inputs.g + offset_of(strides.g);
             if (num_rows >= chunk) {
-                const i64 q_step = token_step(strides.q), k_step = token_step(strides.k),
-                          g_step = token_step(strides.g);
-#pragma unroll
-                for (int row = 0; row < chunk; row += 2) {
-                    const u32 to = target_of(target, row);
-                    cp_async_16(to, from_q + row * q_step, 16);
-                    cp_async_16(to + raw_tile, from_k + row * k_step, 16);
-                    cp_async_16(to + 2 * raw_tile, from_g + row * g_step, 16);
-                }
+                fetch_whole(target, from_q, from_k, from_g, token_step(strides.q),
+                            token_step(strides.k), token_step(strides.g));
             } else {
                 copy_tail(target, inputs.q, from_q, strides.q, num_left);
                 copy_tail(target + raw_tile, inputs.k, from_k, strides.k, num_left);
