@@ -1,12 +1,13 @@
 """Times cukda.fwd on the cases of cases_h200.json, each checked before it is timed.
 
-    python scripts/bench.py [--case NAME] ... [--out FOLDER] [--no-check]
+    python scripts/bench.py [--case NAME] ... [--out FOLDER] [--no-check] [--no-live]
 
 Prints a Markdown table; `--out` writes bench.md, bench.json and bench.png. Exit status 1 when a
 result is wrong. Checked means: against the float64 recurrence of tests/oracle.py, on the GPU, on
 a few heads. States are bf16, as FlashKDA was timed, with a non-zero initial state and the final
 state written. Arrays are torch's when torch sees the GPU (its callers pay the host cost that
-`host_us` states), else CuPy's. `fla` and `flash_kda` are timed beside when they import.
+`host_us` states), else CuPy's. `fla` and `flash_kda` are timed beside when they import, unless
+`--no-live` leaves them out.
 """
 
 import argparse
@@ -49,6 +50,7 @@ NUM_STARTS = 3
 SIGMOID_GIB = 1
 # Sequences and heads of a step.
 DECODE = tuple(itertools.product((1, 8, 64, 256, 1024), (4, 32, 96)))
+NUM_TURNS = 3
 STRIDES_CASES = ("h96_fixed_8192", "h64_mixed", "h12_2048", "h12_2048_slow")
 MMA_SYNC_CASES = ("h96_fixed_8192", "h96_fixed_8192_slow", "h64_fixed_8192")
 # Packed, so with cu_seqlens; of four heads.
@@ -142,19 +144,22 @@ def _start_seconds(count: int) -> list[float]:
 
 
 def _strides_ms(case) -> dict[str, float]:
-    """Device time of a case whose rows all have gaps between them: where they begin at multiples of
-    16 bytes, and where they begin one element behind.
+    """Device time of a case without gaps between rows, and of one whose rows all have gaps: where
+    they begin at multiples of 16 bytes, and where they begin one element behind. In turn, and the
+    median of several turns: what is compared is less than what clocks and heat do to one of them.
     """
     import cupy
 
-    times = {}
-    for kind, shift in ("aligned", 0), ("unaligned", 1):
+    calls = {}
+    for kind, shift in ("contiguous", None), ("aligned", 0), ("unaligned", 1):
         data = _inputs(case.seq_lens, case.heads, case.gate, STATE)
         call, outputs = _call(data, STATE, None, shift)
         others = [_call(copy, STATE, None, shift)[0] for copy in _copies(data, outputs)]
-        times[kind] = round(_device_ms([call, *others], None), 5)
-        del data, call, outputs, others
-        cupy.get_default_memory_pool().free_all_blocks()
+        calls[kind] = [call, *others]
+    turns = [{kind: _device_ms(of, None) for kind, of in calls.items()} for _ in range(NUM_TURNS)]
+    times = {kind: round(statistics.median(turn[kind] for turn in turns), 5) for kind in calls}
+    del data, call, outputs, others, calls
+    cupy.get_default_memory_pool().free_all_blocks()
     return times
 
 
@@ -166,9 +171,13 @@ def _mma_sync_ms() -> dict[str, float]:
         return {}
     names = [word for name in MMA_SYNC_CASES for word in ("--case", name)]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--no-check", *names, "--out", folder]
-        environment = {**os.environ, "CUKDA_WGMMA": "0"}
-        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+        options = ["--no-check", "--no-live", *names, "--out", folder]
+        subprocess.run(
+            [sys.executable, __file__, *options],
+            env={**os.environ, "CUKDA_WGMMA": "0"},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
         timed = json.loads((Path(folder) / "bench.json").read_text(encoding="utf-8"))["bench"]
     return {name: timed[name]["ms"] for name in MMA_SYNC_CASES}
 
@@ -629,13 +638,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", choices=cases, metavar="NAME", **repeated)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write bench.md, .json, .png")
     parser.add_argument("--no-check", action="store_true", help="time without checking")
+    parser.add_argument("--no-live", action="store_true", help="no peers, which compile long")
     options = parser.parse_args(arguments)
     if reason := why_not():
         print(f"the benchmark needs an NVIDIA GPU and CuPy ({reason})", file=sys.stderr)
         return 1
     result = {}
     try:
-        run(options.case or list(cases), cases, not options.no_check, result)
+        names = options.case or list(cases)
+        run(names, cases, not options.no_check, result, not options.no_live)
     finally:
         # Also what was measured before something broke.
         if "copy_tb_per_s" in result:

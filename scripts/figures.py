@@ -15,7 +15,8 @@ A result, as bench.py makes it and gpu_record.py keeps it, is a dict:
     decode         [{sequences, heads, ms, fla_ms}]: device time of a step of one token, float32
                    states; and of fla's, or the reason why there is none, if fla was there; may be
                    missing
-    strides_ms     {case: {aligned, unaligned}}: of rows with gaps between them; may be missing
+    strides_ms     {case: {contiguous, aligned, unaligned}}: of rows without and with gaps between
+                   them, timed in turn; may be missing
     mma_sync_ms    {case: ms}: without wgmma, on a GPU that has it; may be missing
 """
 
@@ -198,12 +199,13 @@ def extras(result: dict) -> list[str]:
         sentences.append(_markdown(header, rows))
     if strides := result.get("strides_ms"):
         rows = [
-            [name, *map(_ms, (result["bench"][name]["ms"], ms["aligned"], ms["unaligned"]))]
+            [name, *(_ms(ms[kind]) for kind in ("contiguous", "aligned", "unaligned"))]
             for name, ms in strides.items()
         ]
         sentences.append(
-            "Device time with gaps between all rows of 128, as long as these, in milliseconds: "
-            "`aligned` has rows at multiples of 16 bytes, `unaligned` one element past them."
+            "Device time with gaps between all rows, as long as these, timed in turn, in "
+            "milliseconds: `aligned` has rows at multiples of 16 bytes, `unaligned` one element "
+            "past them."
         )
         sentences.append(_markdown(["case", "no gaps", "aligned", "unaligned"], rows))
     if mma_sync := result.get("mma_sync_ms"):

@@ -98,7 +98,8 @@ def test_extras(result):
     result |= {"sigmoid": {"ms": 0.6, "gib": 1}}
     # 2 * 64 KiB * 8192 at 4.24 TB/s are 253 us.
     result |= {"decode": [{"sequences": 256, "heads": 32, "ms": 0.3}]}
-    result |= {"strides_ms": {"h12_2048": {"aligned": 0.051, "unaligned": 0.12}}}
+    of_rows = {"contiguous": 0.05, "aligned": 0.051, "unaligned": 0.12}
+    result |= {"strides_ms": {"h12_2048": of_rows}}
     result |= {"mma_sync_ms": {"h96_fixed_8192": 0.5675, "h64_fixed_8192": 0.38}}
     assert figures.extras(result) == [
         "A new process has its first result 1.80 s after Python starts when it compiles, and after "
@@ -111,7 +112,7 @@ def test_extras(result):
         "A step of one token, `cukda.step` with float32 states; the share is of what a copy of "
         "as many bytes as the states have, read and written, would move in that time:",
         "| sequences x heads | µs | share |\n| --- | ---: | ---: |\n| 256 x 32 | 300.0 | 84% |",
-        "Device time with gaps between all rows of 128, as long as these, in milliseconds: "
+        "Device time with gaps between all rows, as long as these, timed in turn, in milliseconds: "
         "`aligned` has rows at multiples of 16 bytes, `unaligned` one element past them.",
         "| case | no gaps | aligned | unaligned |\n| --- | ---: | ---: | ---: |\n"
         "| h12_2048 | 0.0500 | 0.0510 | 0.1200 |",
@@ -210,20 +211,20 @@ def test_command_line(monkeypatch, capsys, result):
 
     asked = []
 
-    def run(names, cases, check, into):
-        asked.append((names, check))
+    def run(names, cases, check, into, live):
+        asked.append((names, check, live))
         into.update(result)
 
     monkeypatch.setattr(bench, "why_not", lambda: None)
     monkeypatch.setattr(bench, "run", run)
     assert bench.main(["--case", "h12_2048", "--no-check"]) == 1
-    assert asked.pop() == (["h12_2048"], False)
+    assert asked.pop() == (["h12_2048"], False, True)
     result["wrong"] = []
     assert bench.main([]) == 0
-    assert asked.pop() == (list(CASES), True)
+    assert asked.pop() == (list(CASES), True, True)
     assert capsys.readouterr().out.count("| h12_2048 |") == 2
-    assert bench.main(["--case", "h12_2048", "--case", "h4_1024"]) == 0
-    assert asked.pop() == (["h12_2048", "h4_1024"], True)
+    assert bench.main(["--case", "h12_2048", "--case", "h4_1024", "--no-live"]) == 0
+    assert asked.pop() == (["h12_2048", "h4_1024"], True, False)
     capsys.readouterr()
     with pytest.raises(SystemExit):
         bench.main(["--help"])
@@ -231,7 +232,7 @@ def test_command_line(monkeypatch, capsys, result):
 
 
 def test_what_was_measured_before_a_crash_is_printed(monkeypatch, capsys, result):
-    def run(_names, _cases, _check, into):
+    def run(_names, _cases, _check, into, _live):
         into.update(result)
         raise RuntimeError("out of memory")
 
