@@ -189,7 +189,10 @@ def _view_other(name: str, array: object, stream: object) -> Array:
     if cuda_array_interface.is_producer(name, array):
         return _view_cuda_array_interface(name, array)
     expected = "an array (torch, CuPy, NumPy, DLPack or __cuda_array_interface__)"
-    raise TypeError(f"{name}: expected {expected}, got {kind.__name__}")
+    got = kind.__name__
+    if _is_kind_of(kind, "jax.core", "Tracer"):
+        got += ": inside jax.jit, grad and vmap there is no array yet"
+    raise TypeError(f"{name}: expected {expected}, got {got}")
 
 
 def _is_kind_of(kind: type, module: str, name: str) -> bool:
@@ -232,7 +235,8 @@ def check(
         got = f"{pointer:#x}, {pointer % alignment} past one"
         raise ValueError(f"{array.name}: expected an address divisible by {alignment}, got {got}")
     if written and not array.writable:
-        raise ValueError(f"{array.name}: expected a writable array, got a read-only one")
+        got = "one of JAX, which nobody may write" if array.library == "jax" else "a read-only one"
+        raise ValueError(f"{array.name}: expected a writable array, got {got}")
 
 
 def _check_strides(array: Array, allowed: str, alignment: int, written: bool) -> None:

@@ -426,16 +426,17 @@ def test_jax_arrays_are_not_written(jax, name):
     given = {"out": case["v"], "final_state": case["initial_state"]}[name]
     given = jax.numpy.array(given)
     before = bits(given).copy()
-    with pytest.raises(ValueError, match=f"^{name}: expected a writable array, got a read-only on"):
+    got = "one of JAX, which nobody may write"
+    with pytest.raises(ValueError, match=f"^{name}: expected a writable array, got {got}$"):
         cukda.fwd(*[case[n] for n in TOKENS], **{name: given})
     case = decoding.make(2, 2, 1)
-    with pytest.raises(ValueError, match="^state: expected a writable array, got a read-only one$"):
+    with pytest.raises(ValueError, match=f"^state: expected a writable array, got {got}$"):
         cukda.step(**case | {"state": jax.numpy.array(case["state"])})
     assert np.array_equal(bits(given), before)
 
 
 def test_jax_traces_no_call(jax):
-    with pytest.raises(TypeError, match="^x: expected an array .*, got .*Tracer"):
+    with pytest.raises(TypeError, match=r"^x: expected an array .*, got .*Tracer: inside jax\.jit"):
         jax.jit(cukda.sigmoid)(jax.numpy.ones(3))
 
 
