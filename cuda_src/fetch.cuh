@@ -127,9 +127,9 @@ struct Fetcher {
                 fetch_whole(target, from_q, from_k, from_g, token_step(strides.q),
                             token_step(strides.k), token_step(strides.g));
             } else {
-                copy_tail(target, inputs.q, from_q, strides.q, num_left);
-                copy_tail(target + raw_tile, inputs.k, from_k, strides.k, num_left);
-                copy_tail(target + 2 * raw_tile, inputs.g, from_g, strides.g, num_left);
+                fetch_tail_of(target, inputs.q, from_q, strides.q, num_left);
+                fetch_tail_of(target + raw_tile, inputs.k, from_k, strides.k, num_left);
+                fetch_tail_of(target + 2 * raw_tile, inputs.g, from_g, strides.g, num_left);
             }
             cp_async_mbarrier_arrive_noinc(full);
         } else {
@@ -143,10 +143,9 @@ struct Fetcher {
         }
     }
 
-    // Of one array, whose rows are at multiples of 16 bytes: the first num_left, and zeros behind
-    // them.
-    __device__ static void copy_tail(u32 target, const u16* base, const u16* from,
-                                     const TokenStrides& strides, int num_left) {
+    // The same of one array, with strides.
+    __device__ static void fetch_tail_of(u32 target, const u16* base, const u16* from,
+                                         const TokenStrides& strides, int num_left) {
         const i64 step = token_step(strides);
 #pragma unroll 1
         for (int row = 0; row < chunk; row += 2) {
@@ -157,8 +156,8 @@ struct Fetcher {
         }
     }
 
-    // The same, of rows at any element, from an offset on: with a pointer in its place T=8192, H=96
-    // took 20 % more (H200).
+    // A chunk's rows of one array, at any element, from an offset on: with a pointer in its place
+    // T=8192, H=96 took 20 % more (H200).
     __device__ static void copy_rows(u32 target, const u16* base, i64 offset, i64 token_stride,
                                      int num_left) {
         // Four rows are on their way at once; more would take registers.

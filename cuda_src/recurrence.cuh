@@ -287,7 +287,8 @@ __device__ inline void step(float (&state)[k_tiles][4], u32 stage, Rows& v, int 
     const auto finish_output = [&] {
         float q_norm[2][2];
         // With strides the compiler leaves these loads where they are, and behind the branch below
-        // they were waited for, 2 % of T=8192, H=96 (H200). Without, it moves them up itself.
+        // they were waited for, 3 % of T=8192, H=96 with slow gates (H200). Without, it moves them
+        // up itself.
         constexpr bool loads_early = use_wgmma && is_strided;
         if constexpr (loads_early) load_numbers(q_norm, stage + q_norm_at, lane);
         if constexpr (use_wgmma) {
@@ -447,7 +448,7 @@ __device__ inline void run_recurrence(Shared& smem, const Work& work, const u16*
                     }
                     return;
                 }
-                // load_next has gone on to the next chunk.
+                // load_next has gone on to the next chunk, but for rows_out.
                 if constexpr (keeps_rows_out) {
                     store_rows(rows_out, half_stride_of(&Strides::out), num_left + chunk,
                                transposed(round_rows(o)));

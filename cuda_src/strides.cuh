@@ -7,7 +7,7 @@
 
 // LAYOUT 0: all arrays are contiguous. 1: they have strides, all of their rows are at multiples of
 // 16 bytes, and a token's is less than 2^31 elements from the next one's. 2: they have strides, and
-// rows are at any element.
+// rows are at any element, any number of elements apart.
 constexpr bool is_strided = LAYOUT > 0, is_aligned = LAYOUT < 2;
 
 // All in elements, and of either sign; the last axis, which has none here, is contiguous.
@@ -43,8 +43,8 @@ static_assert(sizeof(Strides) == 26 * 8, "cukda/plan.py packs another size");
 #define STRIDES_ADDRESS nullptr
 #endif
 
-// From a token's row to the next one's, in elements; of 32 bits where it can be, so that another
-// row's address is one instruction, not four.
+// From a token's row of q, k, v, g or out to the next one's, in elements; of 32 bits where it can
+// be, so that another row's address is one instruction, not four.
 //
 // Read anew: what is worked out from one, which is a constant, would be kept in registers through
 // loops, and spill.

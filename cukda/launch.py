@@ -245,13 +245,12 @@ def _layout(call: Call) -> int:
     for array in (*tokens, call.initial_state, call.final_state):
         if array is not None and not arrays.are_rows_at(array, plan.ROW_ALIGNMENT):
             return plan.UNALIGNED
+    if all(array is None or arrays.is_contiguous(array) for array in call.arrays):
+        return plan.CONTIGUOUS
     for array in tokens:
-        if array.shape[1] > 1 and abs(arrays.strides_of(array)[1]) >= plan.MOST_STEP:
+        if array.shape[1] > 1 and abs(arrays.strides_of(array)[1]) > plan.MOST_STEP:
             return plan.UNALIGNED
-    for array in call.arrays:
-        if array is not None and not arrays.is_contiguous(array):
-            return plan.STRIDED
-    return plan.CONTIGUOUS
+    return plan.STRIDED
 
 
 def _strides(call: Call) -> tuple[int, ...]:

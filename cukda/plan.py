@@ -17,10 +17,10 @@ HEAD_DIM = 128
 ROW_ALIGNMENT = 16
 
 # Of a kernel: all arrays are contiguous; or they have strides, all rows begin at multiples of
-# ROW_ALIGNMENT, and a token's less than MOST_STEP elements from the next one's; or they have
-# strides, and rows begin at any element.
+# ROW_ALIGNMENT, and a token's is at most MOST_STEP elements from the next one's; or they have
+# strides, and rows begin at any element, any number of elements apart.
 CONTIGUOUS, STRIDED, UNALIGNED = LAYOUTS = (0, 1, 2)
-MOST_STEP = 2**31
+MOST_STEP = 2**31 - 1
 # The last parameter of those with strides, struct Strides: so many of each array, those of its
 # leading axes, in elements. Those of an array that is not given are not read.
 STRIDED_ARRAYS = {

@@ -90,7 +90,7 @@ def run(names: list[str], cases: dict, check: bool, result: dict, live: bool = T
         state=STATE,
         accuracy={},
         bench={},
-        live={peer: {} for peer in _live_peers(torch) if live},
+        live={peer: {} for peer in (_live_peers(torch) if live else ())},
         wrong=[],
     )
     result["copy_tb_per_s"] = copy_bandwidth() / 1e12
@@ -145,8 +145,7 @@ def _start_seconds(count: int) -> list[float]:
 
 def _strides_ms(case) -> dict[str, float]:
     """Device time of a case without gaps between rows, and of one whose rows all have gaps: where
-    they begin at multiples of 16 bytes, and where they begin one element behind. In turn, and the
-    median of several turns: what is compared is less than what clocks and heat do to one of them.
+    they begin at multiples of 16 bytes, and where they begin one element behind.
     """
     import cupy
 
@@ -156,8 +155,7 @@ def _strides_ms(case) -> dict[str, float]:
         call, outputs = _call(data, STATE, None, shift)
         others = [_call(copy, STATE, None, shift)[0] for copy in _copies(data, outputs)]
         calls[kind] = [call, *others]
-    turns = [{kind: _device_ms(of, None) for kind, of in calls.items()} for _ in range(NUM_TURNS)]
-    times = {kind: round(statistics.median(turn[kind] for turn in turns), 5) for kind in calls}
+    times = _in_turn({kind: (of, None) for kind, of in calls.items()})
     del data, call, outputs, others, calls
     cupy.get_default_memory_pool().free_all_blocks()
     return times
@@ -233,16 +231,17 @@ def _measure(name: str, case, torch, check: bool, result: dict) -> None:
         "host_us": round(_host_us(calls)[1], 2),
     }
     del calls
-    makers = _live_peers(torch)
     for peer, times in result["live"].items():
         try:
-            times[name] = _peer_ms(makers[peer], data, want, heads, torch)
+            times[name] = _peer_ms(_live_peers(torch)[peer], data, want, heads, torch)
         except Exception as error:
             times[name] = _in_a_line(error)
 
 
 def _decode_row(num_sequences: int, heads: int, torch) -> dict:
-    """Device time of cukda.step for a token of each sequence, float32 states; and of fla's."""
+    """Device time of cukda.step for a token of each sequence, float32 states; and of fla's, in turn
+    with ours.
+    """
     import cupy
 
     import cukda
@@ -256,18 +255,17 @@ def _decode_row(num_sequences: int, heads: int, torch) -> dict:
         "state": case["initial_state"],
         "state_indices": cupy.arange(num_sequences, dtype="i4"),
     }
-    outputs = {"out": cupy.empty_like(tokens["q"])}
     data = tokens | state | {name: case[name] for name in ("A_log", "dt_bias")}
-    sets = [data, *_copies(data, outputs)]
-    row = {"sequences": num_sequences, "heads": heads}
+    sets = [data, *_copies(data, {"out": tokens["q"]})]
+    # CuPy arrays, so captured on CuPy's stream.
+    ours = [functools.partial(cukda.step, **x, out=cupy.empty_like(x["q"])) for x in sets]
+    calls, row = {"ms": (ours, None)}, {"sequences": num_sequences, "heads": heads}
     if torch and _imports("fla.ops.kda"):
         try:
-            row["fla_ms"] = _fla_step_ms(sets, torch)
+            calls["fla_ms"] = (_fla_steps(sets, torch), torch)
         except Exception as error:
             row["fla_ms"] = _in_a_line(error)
-    # CuPy arrays, so captured on CuPy's stream.
-    calls = [functools.partial(cukda.step, **x, **outputs) for x in sets]
-    return row | {"ms": round(_device_ms(calls, None), 5)}
+    return row | _in_turn(calls)
 
 
 def _inputs(seq_lens, heads: int, gate: str, state: str) -> dict:
@@ -375,6 +373,14 @@ def _device_ms(calls: list, torch) -> float:
     for _ in range(3):
         replay()
     return statistics.median(_elapsed_ms(replay, NUM_REPLAYS)) / (len(calls) * repeats)
+
+
+def _in_turn(calls: dict[str, tuple]) -> dict[str, float]:
+    """_device_ms of each of several, the median of a few turns: what they differ by is less than
+    what clocks and heat do to one of them.
+    """
+    turns = [{kind: _device_ms(*of) for kind, of in calls.items()} for _ in range(NUM_TURNS)]
+    return {kind: round(statistics.median(turn[kind] for turn in turns), 5) for kind in calls}
 
 
 def _elapsed_ms(work: Callable, count: int) -> list[float]:
@@ -486,9 +492,9 @@ def _flash_kda(data: dict, torch):
     return call
 
 
-def _fla_step_ms(sets: list[dict], torch) -> float:
-    """Of what fla's fused_recurrent_kda launches, in its fastest form: on states in place, and
-    without allocating its output; the first result is looked at as _peer_ms does.
+def _fla_steps(sets: list[dict], torch) -> list:
+    """Calls of what fla's fused_recurrent_kda launches, in its fastest form: on states in place,
+    and without allocating its output. Its first result is looked at as _peer_ms does.
     """
     import oracle
     from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
@@ -517,12 +523,12 @@ def _fla_step_ms(sets: list[dict], torch) -> float:
     error = oracle.error(_from_torch(got, torch), want)
     if error > PEER_LIMIT:
         raise ValueError(f"wrong result, off by {error:.1e}")
-    return round(_device_ms([make(data) for data in sets], torch), 5)
+    return [make(data) for data in sets]
 
 
 def _in_a_line(error: Exception) -> str:
-    """Why there is no time."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:80]
+    """Why there is no time, for a cell of a table."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:80].replace("|", "/")
 
 
 def _peer_ms(make, data, want, heads, torch) -> float:

@@ -444,6 +444,8 @@ def test_nothing_is_held_after_the_work(case, cupy):
     given = arguments(case)
     # Without what a first call does, the second is launched before the spin ends.
     call(given | {n: Exporter(given[n]) for n in EXPORTED})
+    cupy.cuda.runtime.deviceSynchronize()
+    streams._in_use.clear()
     hardware.spin(cupy.cuda.get_current_stream().ptr)
     call(given | {n: Exporter(given[n]) for n in EXPORTED})
     assert streams._in_use

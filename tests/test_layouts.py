@@ -153,13 +153,24 @@ def test_rows_at_any_element(gpus, entries, name, num_bytes, of):
 def test_tokens_far_apart(gpus, entries, name, sign):
     """The kernels for rows at 16 bytes count from one to the next in 32 bits."""
     call = a_call()
-    for step, want in (2**31 - 8, plan.STRIDED), (2**31, plan.UNALIGNED):
+    for step, want in (plan.MOST_STEP // 8 * 8, plan.STRIDED), (2**31, plan.UNALIGNED):
         call[name] = with_strides(call[name], 0, sign * step, D, 1)
         found = launched(gpus, call)
         assert [entry for _, entry, _ in found] == entries
         for layout, entry, packed in found:
             assert layout == want
             check_strides(call, strides_in(call, entry, packed))
+
+
+def test_tokens_far_apart_without_gaps(gpus):
+    """Of that many heads; nothing counts in 32 bits there."""
+    call = fwd_call(num_tokens=2, heads=2**24, num_sequences=1)
+    call |= {"initial_state": None, "final_state": None}
+    for i, name in enumerate(("q", "k", "v", "g", "out"), 1):
+        call[name] = dataclasses.replace(call[name], pointer=i << 44)
+    assert {layout for layout, *_ in launched(gpus, call)} == {plan.CONTIGUOUS}
+    call["q"] = with_gap(call["q"], 8)
+    assert {layout for layout, *_ in launched(gpus, call)} == {plan.UNALIGNED}
 
 
 def test_axes_of_one_do_not_count(gpus, entries):
