@@ -143,7 +143,7 @@ struct Fetcher {
         }
     }
 
-    // The same of one array, with strides.
+    // The last rows of one array with strides: the first num_left of a chunk's, and zeros.
     __device__ static void fetch_tail_of(u32 target, const u16* base, const u16* from,
                                          const TokenStrides& strides, int num_left) {
         const i64 step = token_step(strides);

@@ -44,7 +44,7 @@ static_assert(sizeof(Strides) == 26 * 8, "cukda/plan.py packs another size");
 #endif
 
 // From a token's row of q, k, v, g or out to the next one's, in elements; of 32 bits where it can
-// be, so that another row's address is one instruction, not four.
+// be, which plan.MOST_STEP is for: another row's address is one instruction then, not four.
 //
 // Read anew: what is worked out from one, which is a constant, would be kept in registers through
 // loops, and spill.

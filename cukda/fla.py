@@ -168,8 +168,8 @@ def _check(call: dict) -> None:
     keywords = call["kwargs"]
     for name in keywords:
         if name not in _KEYWORDS:
-            expected = "an argument of fla's chunk_kda"
-            raise TypeError(f"{name}: expected {expected}, got another keyword")
+            expected = f"one of {', '.join(_KEYWORDS)}"
+            raise TypeError(f"{name}: expected {expected}, got a keyword that is not served")
     tensors = {name: keywords.get(name, call.get(name)) for name in _TENSORS}
     for name, tensor in tensors.items():
         if torch.is_grad_enabled() and getattr(tensor, "requires_grad", False):

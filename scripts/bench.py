@@ -50,6 +50,8 @@ NUM_STARTS = 3
 SIGMOID_GIB = 1
 # Sequences and heads of a step.
 DECODE = tuple(itertools.product((1, 8, 64, 256, 1024), (4, 32, 96)))
+# As many of its states as a step's inputs and fla's trial take at most.
+NUM_DECODE_STATES = 5
 NUM_TURNS = 3
 STRIDES_CASES = ("h96_fixed_8192", "h64_mixed", "h12_2048", "h12_2048_slow")
 MMA_SYNC_CASES = ("h96_fixed_8192", "h96_fixed_8192_slow", "h64_fixed_8192")
@@ -78,6 +80,7 @@ def run(names: list[str], cases: dict, check: bool, result: dict, live: bool = T
     """
     import cupy
 
+    from cukda import jit
     from cukda.__main__ import copy_bandwidth, installed
 
     torch = _torch_with_gpu()
@@ -86,6 +89,7 @@ def run(names: list[str], cases: dict, check: bool, result: dict, live: bool = T
     result.update(
         machine={key: found[key] for key in MACHINE},
         date=time.strftime("%Y-%m-%d", time.gmtime()),
+        wgmma=jit.gpu().has_wgmma,
         arrays="torch" if torch else "CuPy",
         state=STATE,
         accuracy={},
@@ -107,7 +111,8 @@ def run_extras(result: dict) -> None:
     sigmoid, a token of many sequences, beside fla where it imports, and a few cases with strides,
     and by mma.sync where the plan has wgmma.
 
-    Fills result's start_s, host_us, sigmoid, decode, strides_ms and mma_sync_ms.
+    Fills result's start_s, host_us, sigmoid, decode, strides_ms, mma_sync_ms and, with fla's
+    version, fla.
     """
     cold, *warm = _start_seconds(1 + NUM_STARTS)
     result["start_s"] = {"cold": round(cold, 2), "warm": round(statistics.median(warm), 2)}
@@ -116,7 +121,13 @@ def run_extras(result: dict) -> None:
     if torch:
         result["host_us"]["torch"] = _tiny_host_us(torch)
     result["sigmoid"] = {"ms": round(_sigmoid_ms(), 4), "gib": SIGMOID_GIB}
-    result["decode"] = [_decode_row(n, heads, torch) for n, heads in DECODE]
+    if torch and _imports("fla.ops.kda"):
+        import fla
+        import triton
+
+        result["fla"] = f"flash-linear-attention {fla.__version__}, Triton {triton.__version__}"
+    rows = (_decode_row(n, heads, torch, "fla" in result) for n, heads in DECODE)
+    result["decode"] = [row for row in rows if row]
     cases = figures.load_cases()
     result["strides_ms"] = {name: _strides_ms(cases[name]) for name in STRIDES_CASES}
     result["mma_sync_ms"] = _mma_sync_ms()
@@ -150,8 +161,8 @@ def _strides_ms(case) -> dict[str, float]:
     import cupy
 
     calls = {}
+    data = _inputs(case.seq_lens, case.heads, case.gate, STATE)
     for kind, shift in ("contiguous", None), ("aligned", 0), ("unaligned", 1):
-        data = _inputs(case.seq_lens, case.heads, case.gate, STATE)
         call, outputs = _call(data, STATE, None, shift)
         others = [_call(copy, STATE, None, shift)[0] for copy in _copies(data, outputs)]
         calls[kind] = [call, *others]
@@ -176,8 +187,10 @@ def _mma_sync_ms() -> dict[str, float]:
             stdout=subprocess.DEVNULL,
             check=True,
         )
-        timed = json.loads((Path(folder) / "bench.json").read_text(encoding="utf-8"))["bench"]
-    return {name: timed[name]["ms"] for name in MMA_SYNC_CASES}
+        result = json.loads((Path(folder) / "bench.json").read_text(encoding="utf-8"))
+    if result["wgmma"]:
+        raise RuntimeError("CUKDA_WGMMA=0: expected a run by mma.sync, got one by wgmma")
+    return {name: result["bench"][name]["ms"] for name in MMA_SYNC_CASES}
 
 
 def _tiny_host_us(torch) -> dict[str, float]:
@@ -238,14 +251,18 @@ def _measure(name: str, case, torch, check: bool, result: dict) -> None:
             times[name] = _in_a_line(error)
 
 
-def _decode_row(num_sequences: int, heads: int, torch) -> dict:
+def _decode_row(num_sequences: int, heads: int, torch, beside_fla: bool) -> dict | None:
     """Device time of cukda.step for a token of each sequence, float32 states; and of fla's, in turn
-    with ours.
+    with ours. None where the GPU has no room.
     """
     import cupy
 
     import cukda
 
+    cupy.get_default_memory_pool().free_all_blocks()
+    num_bytes = figures.state_bytes(num_sequences, heads)
+    if NUM_DECODE_STATES * num_bytes > cupy.cuda.runtime.memGetInfo()[0]:
+        return None
     case = _inputs([1] * num_sequences, heads, "rand", "float32")
     tokens = {
         name: case[name].reshape(num_sequences, 1, *case[name].shape[2:])
@@ -260,9 +277,9 @@ def _decode_row(num_sequences: int, heads: int, torch) -> dict:
     # CuPy arrays, so captured on CuPy's stream.
     ours = [functools.partial(cukda.step, **x, out=cupy.empty_like(x["q"])) for x in sets]
     calls, row = {"ms": (ours, None)}, {"sequences": num_sequences, "heads": heads}
-    if torch and _imports("fla.ops.kda"):
+    if beside_fla:
         try:
-            calls["fla_ms"] = (_fla_steps(sets, torch), torch)
+            return row | _in_turn(calls | {"fla_ms": (_fla_steps(sets, torch), torch)})
         except Exception as error:
             row["fla_ms"] = _in_a_line(error)
     return row | _in_turn(calls)
@@ -494,7 +511,8 @@ def _flash_kda(data: dict, torch):
 
 def _fla_steps(sets: list[dict], torch) -> list:
     """Calls of what fla's fused_recurrent_kda launches, in its fastest form: on states in place,
-    and without allocating its output. Its first result is looked at as _peer_ms does.
+    and without allocating its output. Its first result is looked at as _peer_ms does, and that it
+    is where it was wanted, since what its version does not know it ignores.
     """
     import oracle
     from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
@@ -518,11 +536,16 @@ def _fla_steps(sets: list[dict], torch) -> list:
             fused_recurrent_kda_fwd, **given, **options, initial_state=state, out=out
         )
 
-    want = cukda.step(**sets[0] | {"state": sets[0]["state"].copy()})
-    got, _ = make(sets[0] | {"state": sets[0]["state"].copy()})()
-    error = oracle.error(_from_torch(got, torch), want)
-    if error > PEER_LIMIT:
-        raise ValueError(f"wrong result, off by {error:.1e}")
+    ours, theirs = (sets[0] | {"state": sets[0]["state"].copy()} for _ in range(2))
+    want, call = cukda.step(**ours), make(theirs)
+    got = call()
+    expected = call.keywords["out"], call.keywords["initial_state"]
+    if [x.data_ptr() for x in got] != [x.data_ptr() for x in expected]:
+        raise ValueError("not in place")
+    for x, w in zip(got, (want, ours["state"]), strict=True):
+        error = oracle.error(_from_torch(x, torch), w)
+        if error > PEER_LIMIT:
+            raise ValueError(f"wrong result, off by {error:.1e}")
     return [make(data) for data in sets]
 
 

@@ -178,15 +178,15 @@ def extras(result: dict) -> list[str]:
             [
                 f"{row['sequences']} x {row['heads']}",
                 f"{1e3 * row['ms']:.1f}",
-                f"{_decode_bytes(row) / row['ms'] / 1e9 / result['copy_tb_per_s']:.0%}",
+                f"{_share_of_copy(row, result['copy_tb_per_s']):.0%}",
             ]
             for row in decode
         ]
         if any("fla_ms" in row for row in decode):
             header += ["fla, µs", "ratio"]
             fla = (
-                "; fla is what its `fused_recurrent_kda` launches, here, on states in place, and "
-                "`ratio` its time over ours"
+                f"; fla is what `fused_recurrent_kda` of {result['fla']} launches, on states in "
+                "place, timed in turn with ours, and `ratio` its time over ours"
             )
             for cells, row in zip(rows, decode, strict=True):
                 ms = row.get("fla_ms", "-")
@@ -214,9 +214,15 @@ def extras(result: dict) -> list[str]:
     return sentences
 
 
-def _decode_bytes(row: dict) -> int:
-    """Of float32 states, read and written."""
-    return 2 * 4 * HEAD_DIM**2 * row["sequences"] * row["heads"]
+def state_bytes(num_sequences: int, heads: int) -> int:
+    """Of float32 states."""
+    return 4 * HEAD_DIM**2 * num_sequences * heads
+
+
+def _share_of_copy(step: dict, copy_tb_per_s: float) -> float:
+    """Of what a copy would move in a step's time: its states, read and written."""
+    num_bytes = 2 * state_bytes(step["sequences"], step["heads"])
+    return num_bytes / step["ms"] / 1e9 / copy_tb_per_s
 
 
 def plot(result: dict, cases: dict[str, Case], path: Path) -> None:

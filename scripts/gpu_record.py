@@ -74,8 +74,9 @@ def load(path: Path = RECORD) -> dict:
 
 def save(record: dict, path: Path = RECORD) -> None:
     """Write the record, and the README's tables from it."""
+    readme = with_tables(README.read_text(encoding="utf-8"), record)
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    update_readme(record)
+    README.write_text(readme, encoding="utf-8")
 
 
 def stale_reason(record: dict, tree: str) -> str | None:

@@ -1,12 +1,15 @@
 """The benchmark without a GPU: its cases, tables, plot and files, from made-up figures."""
 
+import itertools
 import json
 import math
 import sys
 import types
+from pathlib import Path
 
 import bench
 import figures
+import inputs
 import numpy as np
 import pytest
 
@@ -123,8 +126,8 @@ def test_extras(result):
 def test_a_step_beside_flas(result):
     rows = [{"sequences": 1, "heads": 4, "ms": 0.003, "fla_ms": 0.0036}]
     rows += [{"sequences": 8, "heads": 32, "ms": 0.02, "fla_ms": "OSError: no"}]
-    text, table = figures.extras(result | {"decode": rows})
-    assert "fused_recurrent_kda" in text
+    text, table = figures.extras(result | {"decode": rows, "fla": "fla 1.2, Triton 3.4"})
+    assert "`fused_recurrent_kda` of fla 1.2, Triton 3.4" in text
     header, _, first, second = table.splitlines()
     assert header == "| sequences x heads | µs | share | fla, µs | ratio |"
     assert first.startswith("| 1 x 4 | 3.0 |") and first.endswith("| 3.6 | 1.20 |")
@@ -135,6 +138,81 @@ def test_a_start_is_timed_from_the_start_of_python(monkeypatch):
     monkeypatch.setattr(bench, "FIRST_RESULT", "import time; time.sleep(0.2); print(time.time())")
     times = bench._start_seconds(2)
     assert len(times) == 2 and all(0.2 < seconds < 20 for seconds in times)
+
+
+def test_the_median_of_turns(monkeypatch):
+    """Each turn has all; what it is timed with is passed on."""
+    times = iter([3.0, 30.0, 1.0, 10.0, 2.0, 20.0])
+    asked = []
+
+    def device_ms(calls, torch):
+        asked.append((calls, torch))
+        return next(times)
+
+    monkeypatch.setattr(bench, "_device_ms", device_ms)
+    assert bench._in_turn({"ms": (["ours"], None), "fla_ms": (["fla"], "torch")}) == {
+        "ms": 2.0,
+        "fla_ms": 20.0,
+    }
+    assert asked == [(["ours"], None), (["fla"], "torch")] * 3
+
+
+@pytest.mark.parametrize("breaks", [None, "when made", "when timed"])
+def test_a_step_is_timed_whatever_becomes_of_flas(monkeypatch, breaks):
+    """With stand-ins for CuPy, fla's step and the clock."""
+    free_bytes = [bench.NUM_DECODE_STATES * figures.state_bytes(2, 4)]
+    cupy = types.ModuleType("cupy")
+    cupy.arange, cupy.empty_like = np.arange, np.empty_like
+    cupy.get_default_memory_pool = lambda: types.SimpleNamespace(free_all_blocks=lambda: None)
+    cupy.cuda = types.SimpleNamespace(
+        runtime=types.SimpleNamespace(memGetInfo=lambda: (free_bytes[0], 2**40))
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(
+        bench, "_inputs", lambda lens, heads, gate, _: inputs.make(lens, heads, gate)
+    )
+    monkeypatch.setattr(bench, "_copies", lambda data, outputs: iter(()))
+
+    def fla_steps(sets, torch):
+        if breaks == "when made":
+            raise ValueError("wrong result")
+        return ["fla's"]
+
+    def device_ms(calls, torch):
+        if torch and breaks == "when timed":
+            raise ValueError("wrong result")
+        assert len(calls) == 1 and (calls == ["fla's"]) == bool(torch)
+        return 0.75 if torch else 0.5
+
+    monkeypatch.setattr(bench, "_fla_steps", fla_steps)
+    monkeypatch.setattr(bench, "_device_ms", device_ms)
+    fla_ms = "ValueError: wrong result" if breaks else 0.75
+    alone = {"sequences": 2, "heads": 4, "ms": 0.5}
+    assert bench._decode_row(2, 4, "torch", True) == alone | {"fla_ms": fla_ms}
+    assert bench._decode_row(2, 4, "torch", False) == alone
+    free_bytes[0] -= 1
+    assert bench._decode_row(2, 4, "torch", True) is None
+
+
+@pytest.mark.parametrize("wgmma", [False, True])
+def test_mma_sync_is_timed_in_a_process_without_wgmma(monkeypatch, wgmma):
+    def run(command, env, stdout, check):
+        assert check and env["CUKDA_WGMMA"] == "0" and "--no-live" in command
+        names = [b for a, b in itertools.pairwise(command) if a == "--case"]
+        timed = {name: {"ms": i} for i, name in enumerate(names)}
+        folder = Path(command[command.index("--out") + 1])
+        (folder / "bench.json").write_text(json.dumps({"wgmma": wgmma, "bench": timed}))
+
+    gpu = types.SimpleNamespace(has_wgmma=True)
+    monkeypatch.setattr("cukda.jit.gpu", lambda: gpu)
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    if wgmma:
+        with pytest.raises(RuntimeError, match=r"CUKDA_WGMMA=0: .* got one by wgmma"):
+            bench._mma_sync_ms()
+    else:
+        assert bench._mma_sync_ms() == {n: i for i, n in enumerate(bench.MMA_SYNC_CASES)}
+    gpu.has_wgmma = False
+    assert bench._mma_sync_ms() == {}
 
 
 def test_all_work_is_queued_before_any_is_waited_for(monkeypatch):

@@ -162,6 +162,12 @@ def test_tokens_far_apart(gpus, entries, name, sign):
             check_strides(call, strides_in(call, entry, packed))
 
 
+def test_one_token_is_far_from_none(gpus):
+    call = fwd_call(num_tokens=1, heads=H, num_sequences=1)
+    call["q"] = with_strides(call["q"], 0, 2**31, 2 * D, 1)
+    assert [layout for layout, *_ in launched(gpus, call)] == [plan.STRIDED]
+
+
 def test_tokens_far_apart_without_gaps(gpus):
     """Of that many heads; nothing counts in 32 bits there."""
     call = fwd_call(num_tokens=2, heads=2**24, num_sequences=1)
