@@ -35,6 +35,16 @@ def _step(*arguments):
     _mark_as_written(arguments[5], arguments[8])
 
 
+def _nothing(*arguments):
+    """An operator of tensors without data. One of them among tensors with it brings torch here
+    too, and what was to be written would be handed back as it was.
+    """
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    devices = list(dict.fromkeys(str(x.device) for x in tensors))
+    if len(devices) > 1:
+        raise ValueError(f"tensors: expected all on one device, got {' and '.join(devices)}")
+
+
 def _mark_as_written(*tensors):
     """So that a backward pass refuses a tensor it has saved, where it was written since."""
     for tensor in tensors:
@@ -51,7 +61,7 @@ _operator(
     "Tensor? A_log, Tensor? dt_bias, float lower_bound, Tensor? initial_state, "
     "Tensor(b!)? final_state, Tensor? cu_seqlens, bool in_place) -> ()",
     _fwd,
-    fake=lambda *arguments: None,
+    fake=_nothing,
 )
 _operator(
     "cukda::step",
@@ -59,7 +69,7 @@ _operator(
     "Tensor? state_indices, float? scale, Tensor(b!) out, Tensor? A_log, Tensor? dt_bias, "
     "float lower_bound) -> ()",
     _step,
-    fake=lambda *arguments: None,
+    fake=_nothing,
 )
 _operator(
     "cukda::sigmoid",
@@ -100,10 +110,11 @@ def fwd(
     """`cukda.fwd` of torch tensors, for code that is compiled or exported too.
 
     The arguments, bits and errors are those of `cukda.fwd`, without `stream`; torch itself refuses,
-    with others, what is no tensor or number. For a state in place give one tensor twice, or views
-    of one. Forward only: inputs may require a gradient, and the results do not. A compiled call is
-    checked when it runs, not when it is compiled; a compiler that copies what is written checks no
-    overlap. Returns out.
+    with others, what is no tensor or number, and takes a bool for a number. For a state in place
+    give one tensor twice, or views of one. Forward only: inputs may require a gradient, and a new
+    out does not; what is given to be written keeps the graph that it has, and a backward pass that
+    has saved it is refused. A compiled call is checked when it runs, not when it is compiled, but
+    for a mix of devices; a compiler that copies what is written checks no overlap. Returns out.
     """
     if out is None:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)

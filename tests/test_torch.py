@@ -239,6 +239,22 @@ def test_torch_finds_the_operator_sound(name):
     torch.library.opcheck(*OPERATOR_CALLS[name])
 
 
+@pytest.mark.parametrize("name", ["fwd", "step"])
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_one_meta_tensor_among_others_is_refused(name, backend):
+    """As a weight that was never loaded is; what is written stays as it was."""
+    call = {"fwd": fwd_call, "step": step_call}[name]()
+    call["A_log"] = call["A_log"].to("meta")
+    state = call["final_state" if name == "fwd" else "state"]
+    before = state.clone()
+    function = getattr(cukda.torch, name)
+    if backend is not None:
+        function = torch.compile(function, fullgraph=True, backend=backend)
+    with pytest.raises(Exception, match="expected all on one device, got cpu and meta"):
+        function(**call)
+    assert same_bits(state, before)
+
+
 def test_meta_tensors_compute_nothing():
     call = {n: x.to("meta") if hasattr(x, "to") else x for n, x in fwd_call("in place").items()}
     out = cukda.torch.fwd(**call)
