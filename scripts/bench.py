@@ -58,6 +58,7 @@ MMA_SYNC_CASES = ("h96_fixed_8192", "h96_fixed_8192_slow", "h64_fixed_8192")
 # Packed, so with cu_seqlens; of four heads.
 TINY_SHAPE = [8, 8]
 NUM_TINY_ROWS = 100
+NUM_HOST_PROCESSES = 5
 # What a new process does to have a result; it prints the clock then.
 FIRST_RESULT = """
 import time, cupy, cukda, ml_dtypes
@@ -117,9 +118,7 @@ def run_extras(result: dict) -> None:
     cold, *warm = _start_seconds(1 + NUM_STARTS)
     result["start_s"] = {"cold": round(cold, 2), "warm": round(statistics.median(warm), 2)}
     torch = _torch_with_gpu()
-    result["host_us"] = {"CuPy": _tiny_host_us(None)}
-    if torch:
-        result["host_us"]["torch"] = _tiny_host_us(torch)
+    result["host_us"] = _host_us_by_process()
     result["sigmoid"] = {"ms": round(_sigmoid_ms(), 4), "gib": SIGMOID_GIB}
     if torch and _imports("fla.ops.kda"):
         import fla
@@ -193,14 +192,35 @@ def _mma_sync_ms() -> dict[str, float]:
     return {name: result["bench"][name]["ms"] for name in MMA_SYNC_CASES}
 
 
-def _tiny_host_us(torch) -> dict[str, float]:
-    """_host_us of a problem that takes the GPU next to no time, over many calls; of CuPy arrays
-    where torch is None.
+def _host_us_by_process() -> dict[str, list[float]]:
+    """By library, tiny_host_us of some processes that do nothing else, one after the other: between
+    processes it differs by far more than within one.
     """
-    call, _ = _call(_inputs(TINY_SHAPE, 4, "rand", "float32"), "float32", torch)
-    call()
-    best, median = _host_us([call], NUM_TINY_ROWS)
-    return {"best": round(best, 2), "median": round(median, 2)}
+    path = os.pathsep.join([str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    by_library = {}
+    for _ in range(NUM_HOST_PROCESSES):
+        done = subprocess.run(
+            [sys.executable, "-c", "import bench, json; print(json.dumps(bench.tiny_host_us()))"],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        for library, median in json.loads(done.stdout).items():
+            by_library.setdefault(library, []).append(median)
+    return by_library
+
+
+def tiny_host_us() -> dict[str, float]:
+    """By library, the median time that a warm call keeps the host, of a problem that takes the GPU
+    next to none, over many calls.
+    """
+    medians, found = {}, _torch_with_gpu()
+    for torch in dict.fromkeys((found, None)):
+        call, _ = _call(_inputs(TINY_SHAPE, 4, "rand", "float32"), "float32", torch)
+        call()
+        medians["torch" if torch else "CuPy"] = round(_host_us([call], NUM_TINY_ROWS), 2)
+    return medians
 
 
 def _sigmoid_ms() -> float:
@@ -241,7 +261,7 @@ def _measure(name: str, case, torch, check: bool, result: dict) -> None:
     result["bench"][name] = {
         "ms": round(_device_ms(calls, torch), 5),
         "ms_call": round(_call_ms(calls), 5),
-        "host_us": round(_host_us(calls)[1], 2),
+        "host_us": round(_host_us(calls), 2),
     }
     del calls
     for peer, times in result["live"].items():
@@ -447,24 +467,19 @@ def _call_ms(calls: list) -> float:
     return statistics.median(times)
 
 
-def _host_us(calls: list, num_rows: int = NUM_REPLAYS) -> tuple[float, float]:
-    """Time that a warm call keeps the host, in rows of calls: the mean of the fastest row, as
-    timeit has it, since what slows others down is not the call's; and the median of all calls.
-    """
+def _host_us(calls: list, num_rows: int = NUM_REPLAYS) -> float:
+    """Median time that a warm call keeps the host, in rows of calls."""
     import cupy
 
-    means, times = [], []
+    times = []
     for _ in range(num_rows):
         cupy.cuda.runtime.deviceSynchronize()
-        row = []
         for call in itertools.islice(itertools.cycle(calls), ROW_CALLS):
             start = time.perf_counter()
             call()
-            row.append(time.perf_counter() - start)
-        means.append(statistics.mean(row))
-        times += row
+            times.append(time.perf_counter() - start)
     cupy.cuda.runtime.deviceSynchronize()
-    return 1e6 * min(means), 1e6 * statistics.median(times)
+    return 1e6 * statistics.median(times)
 
 
 def _live_peers(torch) -> dict:

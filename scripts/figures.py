@@ -4,17 +4,19 @@ A result, as bench.py makes it and gpu_record.py keeps it, is a dict:
 
     machine        {card, driver, cuda, cupy, nvrtc, torch, python}
     copy_tb_per_s  bytes read plus bytes written of a large copy, per second
+    wgmma          whether plans had it
     arrays, state  the library and the state dtype that were timed
     accuracy       {case: {out, state}}, relative errors against the float64 recurrence
     bench          {case: {ms, ms_call, host_us}}; host_us in the median
     live           {peer: {case: ms, or the reason why there is none}}
     start_s        {cold, warm}: seconds from Python's start to a first result; may be missing
-    host_us        {library: {best, median}}: microseconds that a call of next to no work keeps the
-                   host, in the fastest row of calls and in the median; may be missing
+    host_us        {library: [microseconds]}: that a call of next to no work keeps the host, the
+                   median of each of some processes; may be missing
     sigmoid        {ms, gib}: device time, size of the float32 input; may be missing
     decode         [{sequences, heads, ms, fla_ms}]: device time of a step of one token, float32
                    states; and of fla's, or the reason why there is none, if fla was there; may be
                    missing
+    fla            the version of that, and of Triton
     strides_ms     {case: {contiguous, aligned, unaligned}}: of rows without and with gaps between
                    them, timed in turn; may be missing
     mma_sync_ms    {case: ms}: without wgmma, on a GPU that has it; may be missing
@@ -157,13 +159,14 @@ def extras(result: dict) -> list[str]:
         )
     if host_us := result.get("host_us"):
         of_each = [
-            f"{times['median']:.1f} µs with {library} arrays ({times['best']:.1f} as timeit "
-            "measures it)"
-            for library, times in host_us.items()
+            f"{min(medians):.1f} to {max(medians):.1f} µs with {library} arrays"
+            for library, medians in host_us.items()
         ]
+        num_processes = len(next(iter(host_us.values())))
         sentences.append(
             "Of a problem of 16 tokens, a warm call with both states and `cu_seqlens` keeps this "
-            f"host {' and '.join(of_each)}."
+            f"host {' and '.join(of_each)}, in the median of each of {num_processes} processes "
+            "that do nothing else."
         )
     if sigmoid := result.get("sigmoid"):
         num_bytes = 2 * sigmoid["gib"] * 2**30
