@@ -145,7 +145,7 @@ def standing(result: dict, cases: dict[str, Case]) -> str:
     above = [name for name, row in result["bench"].items() if row["ms"] > cases[name].bar_ms]
     return (
         f"Of {len(times)} cases, ours is faster than FlashKDA in {faster}, faster than the best "
-        f"peer in {best}, and at or under the bar in {len(times) - len(above)}."
+        f"peer that was measured in {best}, and at or under the bar in {len(times) - len(above)}."
     ) + (f" Above it: {', '.join(above)}." if above else "")
 
 
