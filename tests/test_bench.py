@@ -85,8 +85,8 @@ def test_standing(result):
         for name, ms in [("h12_2048", 0.045), ("h12_4096", 0.4), ("h4_1024", 0.1098)]
     }
     assert figures.standing(result, CASES) == (
-        "Of 3 cases, ours is faster than FlashKDA in 2, faster than the best peer that was measured "
-        "in 1, and at or under the bar in 1. Above it: h12_4096, h4_1024."
+        "Of 3 cases, ours is faster than FlashKDA in 2, faster than the best peer that was "
+        "measured in 1, and at or under the bar in 1. Above it: h12_4096, h4_1024."
     )
     del result["bench"]["h12_4096"], result["bench"]["h4_1024"]
     assert figures.standing(result, CASES).endswith(" under the bar in 1.")
