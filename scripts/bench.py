@@ -59,6 +59,7 @@ MMA_SYNC_CASES = ("h96_fixed_8192", "h96_fixed_8192_slow", "h64_fixed_8192")
 TINY_SHAPE = [8, 8]
 NUM_TINY_ROWS = 100
 NUM_HOST_PROCESSES = 5
+LOOP_LENGTH = 1000
 # What a new process does to have a result; it prints the clock then.
 FIRST_RESULT = """
 import time, cupy, cukda, ml_dtypes
@@ -192,9 +193,9 @@ def _mma_sync_ms() -> dict[str, float]:
     return {name: result["bench"][name]["ms"] for name in MMA_SYNC_CASES}
 
 
-def _host_us_by_process() -> dict[str, list[float]]:
-    """By library, tiny_host_us of some processes that do nothing else, one after the other: between
-    processes it differs by far more than within one.
+def _host_us_by_process() -> dict[str, list[dict[str, float]]]:
+    """By library, tiny_host_us of some processes that do nothing else, one after the other: a host
+    whose processor others share is slow for seconds at a time.
     """
     path = os.pathsep.join([str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])])
     by_library = {}
@@ -206,21 +207,33 @@ def _host_us_by_process() -> dict[str, list[float]]:
             text=True,
             check=True,
         )
-        for library, median in json.loads(done.stdout).items():
-            by_library.setdefault(library, []).append(median)
+        for library, medians in json.loads(done.stdout).items():
+            by_library.setdefault(library, []).append(medians)
     return by_library
 
 
-def tiny_host_us() -> dict[str, float]:
-    """By library, the median time that a warm call keeps the host, of a problem that takes the GPU
-    next to none, over many calls.
+def tiny_host_us() -> dict[str, dict[str, float]]:
+    """By library, the median times that a warm call keeps the host, of a problem that takes the GPU
+    next to none, over many calls; and that a loop of Python takes, in turn with them, by which to
+    tell a slow host from a slow call.
     """
-    medians, found = {}, _torch_with_gpu()
-    for torch in dict.fromkeys((found, None)):
+    medians = {}
+    for torch in dict.fromkeys((_torch_with_gpu(), None)):
         call, _ = _call(_inputs(TINY_SHAPE, 4, "rand", "float32"), "float32", torch)
         call()
-        medians["torch" if torch else "CuPy"] = round(_host_us([call], NUM_TINY_ROWS), 2)
+        seconds = {"us": [], "loop_us": []}
+        for _ in range(NUM_TINY_ROWS):
+            seconds["us"] += _host_seconds([call], 1)
+            seconds["loop_us"] += _host_seconds([_loop], 1)
+        medians["torch" if torch else "CuPy"] = {
+            name: round(1e6 * statistics.median(of), 2) for name, of in seconds.items()
+        }
     return medians
+
+
+def _loop() -> None:
+    for _ in range(LOOP_LENGTH):
+        pass
 
 
 def _sigmoid_ms() -> float:
@@ -261,7 +274,7 @@ def _measure(name: str, case, torch, check: bool, result: dict) -> None:
     result["bench"][name] = {
         "ms": round(_device_ms(calls, torch), 5),
         "ms_call": round(_call_ms(calls), 5),
-        "host_us": round(_host_us(calls), 2),
+        "host_us": round(1e6 * statistics.median(_host_seconds(calls, NUM_REPLAYS)), 2),
     }
     del calls
     for peer, times in result["live"].items():
@@ -467,8 +480,8 @@ def _call_ms(calls: list) -> float:
     return statistics.median(times)
 
 
-def _host_us(calls: list, num_rows: int = NUM_REPLAYS) -> float:
-    """Median time that a warm call keeps the host, in rows of calls."""
+def _host_seconds(calls: list, num_rows: int) -> list[float]:
+    """Times that warm calls keep the host, in rows of calls."""
     import cupy
 
     times = []
@@ -479,7 +492,7 @@ def _host_us(calls: list, num_rows: int = NUM_REPLAYS) -> float:
             call()
             times.append(time.perf_counter() - start)
     cupy.cuda.runtime.deviceSynchronize()
-    return 1e6 * statistics.median(times)
+    return times
 
 
 def _live_peers(torch) -> dict:

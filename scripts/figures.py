@@ -10,8 +10,9 @@ A result, as bench.py makes it and gpu_record.py keeps it, is a dict:
     bench          {case: {ms, ms_call, host_us}}; host_us in the median
     live           {peer: {case: ms, or the reason why there is none}}
     start_s        {cold, warm}: seconds from Python's start to a first result; may be missing
-    host_us        {library: [microseconds]}: that a call of next to no work keeps the host, the
-                   median of each of some processes; may be missing
+    host_us        {library: [{us, loop_us}]}: medians of each of some processes: of the time that
+                   a call of next to no work keeps the host, and of a loop of Python beside it; may
+                   be missing
     sigmoid        {ms, gib}: device time, size of the float32 input; may be missing
     decode         [{sequences, heads, ms, fla_ms}]: device time of a step of one token, float32
                    states; and of fla's, or the reason why there is none, if fla was there; may be
@@ -159,8 +160,9 @@ def extras(result: dict) -> list[str]:
         )
     if host_us := result.get("host_us"):
         of_each = [
-            f"{min(medians):.1f} to {max(medians):.1f} µs with {library} arrays"
-            for library, medians in host_us.items()
+            f"{_range(processes, 'us')} µs with {library} arrays (a loop of Python that does "
+            f"nothing, in turn with it, {_range(processes, 'loop_us')})"
+            for library, processes in host_us.items()
         ]
         num_processes = len(next(iter(host_us.values())))
         sentences.append(
@@ -215,6 +217,10 @@ def extras(result: dict) -> list[str]:
         of_each = ", ".join(f"{name} {ms:.4f} ms" for name, ms in mma_sync.items())
         sentences.append(f"By `mma.sync`, with `CUKDA_WGMMA=0`: {of_each}.")
     return sentences
+
+
+def _range(rows: list[dict], key: str) -> str:
+    return f"{min(row[key] for row in rows):.1f} to {max(row[key] for row in rows):.1f}"
 
 
 def state_bytes(num_sequences: int, heads: int) -> int:
