@@ -35,14 +35,20 @@ def _step(*arguments):
     _mark_as_written(arguments[5], arguments[8])
 
 
-def _nothing(*arguments):
+def _nothing(of):
     """An operator of tensors without data. One of them among tensors with it brings torch here
     too, and what was to be written would be handed back as it was.
     """
-    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
-    devices = list(dict.fromkeys(str(x.device) for x in tensors))
-    if len(devices) > 1:
-        raise ValueError(f"tensors: expected all on one device, got {' and '.join(devices)}")
+
+    def check(*arguments):
+        device = arguments[0].device
+        schema = getattr(torch.ops.cukda, of).default._schema
+        names = [argument.name for argument in schema.arguments]
+        for name, given in zip(names, arguments, strict=True):
+            if isinstance(given, torch.Tensor) and given.device != device:
+                raise ValueError(f"{name}: expected device {device}, got {given.device}")
+
+    return check
 
 
 def _mark_as_written(*tensors):
@@ -61,7 +67,7 @@ _operator(
     "Tensor? A_log, Tensor? dt_bias, float lower_bound, Tensor? initial_state, "
     "Tensor(b!)? final_state, Tensor? cu_seqlens, bool in_place) -> ()",
     _fwd,
-    fake=_nothing,
+    fake=_nothing("kda_fwd"),
 )
 _operator(
     "cukda::step",
@@ -69,7 +75,7 @@ _operator(
     "Tensor? state_indices, float? scale, Tensor(b!) out, Tensor? A_log, Tensor? dt_bias, "
     "float lower_bound) -> ()",
     _step,
-    fake=_nothing,
+    fake=_nothing("step"),
 )
 _operator(
     "cukda::sigmoid",
