@@ -16,20 +16,19 @@ import numpy as np
 
 from cukda import cuda_array_interface, dlpack, streams
 from cukda.jit import import_cupy, no_usable_gpu
-from cukda.plan import ROW_ALIGNMENT
 
 CPU = -1
 # What strides a kernel takes: row-major without gaps; any, but along the last axis; any.
 CONTIGUOUS, ROWS, ANY = "contiguous", "rows", "any"
 # An address below may be the offset that torch gives for a storage without memory; none above.
-_MOST_OFFSET = 2**44
+MOST_OFFSET = 2**44
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 
-# Types of torch tensors and of CuPy arrays seen so far: a look here takes 0.07 us less than
-# isinstance.
-_torch_types: set[type] = set()
-_cupy_types: set[type] = set()
+# Types of torch tensors and of CuPy arrays seen so far, which signature.py looks up too: a look
+# here takes 0.07 us less than isinstance.
+torch_types: set[type] = set()
+cupy_types: set[type] = set()
 
 
 # Frozen would say more, and take five times as long to make.
@@ -73,7 +72,7 @@ def view(name: str, array: object, stream: object = None) -> Array:
     neither CPU nor CUDA, strides that are no multiple of the element size), ImportError (another
     library's array on a GPU, and no CuPy).
     """
-    if type(array) not in _torch_types:
+    if type(array) not in torch_types:
         return _view_other(name, array, stream)
     tensor = array
     if tensor.is_cuda:
@@ -85,7 +84,7 @@ def view(name: str, array: object, stream: object = None) -> Array:
     try:
         pointer, shape = tensor.data_ptr(), tensor.shape
         strides = None if tensor.is_contiguous() else tensor.stride()
-        if pointer < _MOST_OFFSET:
+        if pointer < MOST_OFFSET:
             # A nested tensor has none, and a shape that is no numbers.
             if tensor.layout is not sys.modules["torch"].strided:
                 raise RuntimeError("no data pointer")
@@ -117,63 +116,17 @@ def view(name: str, array: object, stream: object = None) -> Array:
     return array
 
 
-def signature(given: Sequence[object]) -> tuple[tuple | None, list[int]]:
-    """A key that calls have in common whose arrays `view` and `check` treat alike, and the arrays'
-    addresses, 0 of None.
-
-    The key holds, array by array, dtype, shape and device, and, of those that are not contiguous or
-    not at a multiple of 16 bytes, strides and the address modulo 16. Returns (None, []) where an
-    array is of another library than torch and CuPy, on the CPU, of a type that `view` has not seen,
-    or one that it may refuse.
-    """
-    key, pointers = [], []
-    add = key.append
-    try:
-        for array in given:
-            kind = type(array)
-            if kind in _torch_types:
-                pointer = array.data_ptr()
-                add(array.dtype)
-                add(array.shape)
-                add(array.get_device())
-                if pointer < _MOST_OFFSET or not array.is_cuda or array.is_neg():
-                    return None, []
-                if pointer % ROW_ALIGNMENT or not array.is_contiguous():
-                    add((pointer % ROW_ALIGNMENT, array.stride()))
-            elif array is None:
-                pointer = 0
-                add(None)
-            elif kind in _cupy_types:
-                memory = array.data
-                pointer = memory.ptr
-                if not pointer:
-                    return None, []
-                add(array.dtype)
-                add(array.shape)
-                add(memory.device_id)
-                # What array.flags says, in a tenth of its 0.3 us.
-                if pointer % ROW_ALIGNMENT or not array._c_contiguous:
-                    add((pointer % ROW_ALIGNMENT, array.strides))
-            else:
-                return None, []
-            pointers.append(pointer)
-    except (RuntimeError, ValueError):
-        # torch's, of tensors and parameters without memory.
-        return None, []
-    return tuple(key), pointers
-
-
 def _view_other(name: str, array: object, stream: object) -> Array:
     """view, of all but torch tensors of types that have been seen."""
     # Not isinstance, which asks the object: a proxy says what another one is.
     kind = type(array)
     if _is_kind_of(kind, "torch", "Tensor"):
-        _torch_types.add(kind)
+        torch_types.add(kind)
         return view(name, array, stream)
     if _is_kind_of(kind, "cupy", "ndarray"):
-        _cupy_types.add(kind)
+        cupy_types.add(kind)
         strides = None
-        # As in signature.
+        # What array.flags says, in a tenth of its 0.3 us.
         if not array._c_contiguous:
             strides = _in_elements(name, array.strides, array.itemsize)
         dtype, data = _dtype_name(array.dtype), array.data

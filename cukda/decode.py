@@ -8,6 +8,7 @@ import numpy as np
 from cukda import arrays, jit, kda, plan, reference, streams
 from cukda.launch import OUT, Kept, head_strides, keep, launch_again
 from cukda.overlap import Apart, refuse_overlap
+from cukda.signature import signature
 
 MOST_TOKENS = 16
 _BF16 = ("bfloat16",)
@@ -95,7 +96,7 @@ def step(
     Source: Kimi Linear (Moonshot AI, 2025), arXiv:2510.26692.
     """
     given = q, k, v, g, beta, out, A_log, dt_bias, state, state_indices
-    key, pointers = arrays.signature(given) if stream is None else (None, [])
+    key, pointers = signature(given) if stream is None else (None, [])
     launch = _launches.get(key)
     if launch is not None and launch.fits(pointers):
         # All has been checked but these.

@@ -5,6 +5,7 @@ import math
 from cukda import arrays, plan, reference, streams
 from cukda.launch import FINAL, INITIAL, OUT, Call, Launch, keep, launch_again
 from cukda.overlap import Apart, refuse_overlap
+from cukda.signature import signature
 
 _BF16 = ("bfloat16",)
 _FP32 = ("float32",)
@@ -71,7 +72,7 @@ def fwd(
     Source: Kimi Linear (Moonshot AI, 2025), arXiv:2510.26692; the argument order is FlashKDA's.
     """
     given = q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens
-    key, pointers = arrays.signature(given) if stream is None else (None, [])
+    key, pointers = signature(given) if stream is None else (None, [])
     launch = _launches.get(key)
     if launch is not None and launch.fits(pointers):
         # All has been checked but these.

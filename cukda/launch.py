@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 class Kept:
-    """A launch that calls whose arrays have one signature (arrays.signature) share."""
+    """A launch that calls whose arrays have one signature (signature.py) share."""
 
     __slots__ = ("_apart", "device", "library")
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_launch import H200, STREAM, FakeGpu
 
-from cukda import arrays, decode, jit, kda, streams, workspace
+from cukda import arrays, decode, jit, kda, signature, streams, workspace
 
 D = 128
 NEW = 0x7FA0_0000_0000
@@ -160,7 +160,8 @@ def two_gpus(monkeypatch):
     cupy = pytest.importorskip("cupy")
     gpus = TwoGpus(cupy)
     # A type is known from the first call on.
-    monkeypatch.setattr(arrays, "_cupy_types", {cupy.ndarray})
+    for module in arrays, signature:
+        monkeypatch.setattr(module, "cupy_types", {cupy.ndarray})
     for module in arrays, jit, streams, workspace:
         monkeypatch.setattr(module, "import_cupy", lambda: gpus)
     monkeypatch.setattr(jit, "_kernels", {})

@@ -14,7 +14,7 @@ from made_up import NEW, Made, fwd_call, made, make, step_call
 from test_launch import LARGEST, STREAM
 
 import cukda
-from cukda import arrays, decode, kda, streams
+from cukda import arrays, decode, kda, signature, streams
 
 FUNCTIONS = {"fwd": (cukda.fwd, kda, fwd_call), "step": (cukda.step, decode, step_call)}
 OPTIONAL = (
@@ -332,7 +332,7 @@ def test_calls_on_the_cpu_are_never_kept(function, library):
                 given[name] = given[name].numpy()
     for _ in range(2):
         call_of(**given)
-        assert arrays.signature([x for x in given.values() if hasattr(x, "shape")]) == (None, [])
+        assert signature.signature([x for x in given.values() if hasattr(x, "shape")]) == (None, [])
     assert module._launches == before
 
 
@@ -377,10 +377,10 @@ def test_keys_tell_positions_apart():
     keys = {}
     for i, first in enumerate(made_kinds):
         for j, second in enumerate(made_kinds):
-            key, pointers = arrays.signature([first, second])
+            key, pointers = signature.signature([first, second])
             assert keys.setdefault(key, (i, j)) == (i, j)
             places = [0 if kinds[n] is None else kinds[n].pointer for n in (i, j)]
             assert pointers == places
     assert len(keys) == len(kinds) ** 2
     null = make(dataclasses.replace(x, pointer=0))
-    assert arrays.signature([made_kinds[1], null]) == (None, [])
+    assert signature.signature([made_kinds[1], null]) == (None, [])
