@@ -35,14 +35,15 @@ def _step(*arguments):
     _mark_as_written(arguments[5], arguments[8])
 
 
-def _nothing(of):
-    """An operator of tensors without data. One of them among tensors with it brings torch here
-    too, and what was to be written would be handed back as it was.
+def _fake_of(operator):
+    """What an operator that returns nothing does with tensors without data: refuse those of several
+    devices. A single one on "meta" brings torch here, not to the kernel, and what was to be written
+    would come back as it was.
     """
 
     def check(*arguments):
         device = arguments[0].device
-        schema = getattr(torch.ops.cukda, of).default._schema
+        schema = getattr(torch.ops.cukda, operator).default._schema
         names = [argument.name for argument in schema.arguments]
         for name, given in zip(names, arguments, strict=True):
             if isinstance(given, torch.Tensor) and given.device != device:
@@ -67,7 +68,7 @@ _operator(
     "Tensor? A_log, Tensor? dt_bias, float lower_bound, Tensor? initial_state, "
     "Tensor(b!)? final_state, Tensor? cu_seqlens, bool in_place) -> ()",
     _fwd,
-    fake=_nothing("kda_fwd"),
+    fake=_fake_of("kda_fwd"),
 )
 _operator(
     "cukda::step",
@@ -75,7 +76,7 @@ _operator(
     "Tensor? state_indices, float? scale, Tensor(b!) out, Tensor? A_log, Tensor? dt_bias, "
     "float lower_bound) -> ()",
     _step,
-    fake=_nothing("step"),
+    fake=_fake_of("step"),
 )
 _operator(
     "cukda::sigmoid",

@@ -59,7 +59,6 @@ MMA_SYNC_CASES = ("h96_fixed_8192", "h96_fixed_8192_slow", "h64_fixed_8192")
 TINY_SHAPE = [8, 8]
 NUM_TINY_ROWS = 100
 NUM_HOST_PROCESSES = 5
-LOOP_LENGTH = 1000
 # What a new process does to have a result; it prints the clock then.
 FIRST_RESULT = """
 import time, cupy, cukda, ml_dtypes
@@ -218,21 +217,23 @@ def tiny_host_us() -> dict[str, dict[str, float]]:
     tell a slow host from a slow call.
     """
     medians = {}
-    for torch in dict.fromkeys((_torch_with_gpu(), None)):
-        call, _ = _call(_inputs(TINY_SHAPE, 4, "rand", "float32"), "float32", torch)
+    torch = _torch_with_gpu()
+    for library in [torch, None] if torch else [None]:
+        call, _ = _call(_inputs(TINY_SHAPE, 4, "rand", "float32"), "float32", library)
         call()
-        seconds = {"us": [], "loop_us": []}
+        of_call, of_loop = [], []
         for _ in range(NUM_TINY_ROWS):
-            seconds["us"] += _host_seconds([call], 1)
-            seconds["loop_us"] += _host_seconds([_loop], 1)
-        medians["torch" if torch else "CuPy"] = {
-            name: round(1e6 * statistics.median(of), 2) for name, of in seconds.items()
+            of_call += _host_seconds([call], 1)
+            of_loop += _host_seconds([_loop], 1)
+        medians["torch" if library else "CuPy"] = {
+            "us": round(1e6 * statistics.median(of_call), 2),
+            "loop_us": round(1e6 * statistics.median(of_loop), 2),
         }
     return medians
 
 
 def _loop() -> None:
-    for _ in range(LOOP_LENGTH):
+    for _ in range(figures.HOST_LOOP_LENGTH):
         pass
 
 

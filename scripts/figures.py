@@ -11,13 +11,13 @@ A result, as bench.py makes it and gpu_record.py keeps it, is a dict:
     live           {peer: {case: ms, or the reason why there is none}}
     start_s        {cold, warm}: seconds from Python's start to a first result; may be missing
     host_us        {library: [{us, loop_us}]}: medians of each of some processes: of the time that
-                   a call of next to no work keeps the host, and of a loop of Python beside it; may
-                   be missing
+                   a call of next to no work keeps the host, and that HOST_LOOP_LENGTH passes of an
+                   empty loop of Python take beside it; may be missing
     sigmoid        {ms, gib}: device time, size of the float32 input; may be missing
     decode         [{sequences, heads, ms, fla_ms}]: device time of a step of one token, float32
                    states; and of fla's, or the reason why there is none, if fla was there; may be
                    missing
-    fla            the version of that, and of Triton
+    fla            the versions of that and of Triton; may be missing
     strides_ms     {case: {contiguous, aligned, unaligned}}: of rows without and with gaps between
                    them, timed in turn; may be missing
     mma_sync_ms    {case: ms}: without wgmma, on a GPU that has it; may be missing
@@ -29,6 +29,8 @@ from pathlib import Path
 
 CASES_FILE = Path(__file__).with_name("cases_h200.json")
 HEAD_DIM = 128
+# Passes of the loop that a call's host time is seen beside.
+HOST_LOOP_LENGTH = 1000
 
 # Relative errors of out and final state that the contract allows, float32 states.
 ACCURACY_LIMITS = {
@@ -160,8 +162,9 @@ def extras(result: dict) -> list[str]:
         )
     if host_us := result.get("host_us"):
         of_each = [
-            f"{_range(processes, 'us')} µs with {library} arrays (a loop of Python that does "
-            f"nothing, in turn with it, {_range(processes, 'loop_us')})"
+            f"{_range(processes, 'us')} µs with {library} arrays (in turn with it, "
+            f"{HOST_LOOP_LENGTH} passes of an empty loop of Python took "
+            f"{_range(processes, 'loop_us')})"
             for library, processes in host_us.items()
         ]
         num_processes = len(next(iter(host_us.values())))

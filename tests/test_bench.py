@@ -111,9 +111,10 @@ def test_extras(result):
         "A new process has its first result 1.80 s after Python starts when it compiles, and after "
         "0.90 s when the binary is in the cache.",
         "Of a problem of 16 tokens, a warm call with both states and `cu_seqlens` keeps this host "
-        "31.4 to 40.6 µs with torch arrays (a loop of Python that does nothing, in turn with it, "
-        "7.0 to 9.5) and 11.4 to 20.7 µs with CuPy arrays (a loop of Python that does nothing, in "
-        "turn with it, 6.1 to 6.6), in the median of each of 2 processes that do nothing else.",
+        "31.4 to 40.6 µs with torch arrays (in turn with it, 1000 passes of an empty loop of "
+        "Python took 7.0 to 9.5) and 11.4 to 20.7 µs with CuPy arrays (in turn with it, 1000 "
+        "passes of an empty loop of Python took 6.1 to 6.6), in the median of each of 2 processes "
+        "that do nothing else.",
         # 2 * 2**30 bytes at 4.24 TB/s.
         "The float32 sigmoid of 1 GiB takes 0.600 ms; a copy would take 0.506 ms.",
         "A step of one token, `cukda.step` with float32 states; the share is of what a copy of "
@@ -142,6 +143,46 @@ def test_a_start_is_timed_from_the_start_of_python(monkeypatch):
     monkeypatch.setattr(bench, "FIRST_RESULT", "import time; time.sleep(0.2); print(time.time())")
     times = bench._start_seconds(2)
     assert len(times) == 2 and all(0.2 < seconds < 20 for seconds in times)
+
+
+@pytest.mark.parametrize("torch", [None, "torch"])
+def test_host_times_are_of_the_call_and_of_the_loop(monkeypatch, torch):
+    asked = []
+
+    def host_seconds(calls, num_rows):
+        asked.append(calls[0])
+        # One turn in a hundred is disturbed.
+        seconds = 2e-5 if calls[0] is bench._loop else {"torch": 4e-5, None: 3e-5}[calls[0]()]
+        return [1.0 if len(asked) < 4 else seconds] * num_rows * bench.ROW_CALLS
+
+    monkeypatch.setattr(bench, "_torch_with_gpu", lambda: torch)
+    monkeypatch.setattr(bench, "_inputs", lambda *_: None)
+    monkeypatch.setattr(bench, "_call", lambda data, state, library: (lambda: library, None))
+    monkeypatch.setattr(bench, "_host_seconds", host_seconds)
+    want = {"torch": {"us": 40.0, "loop_us": 20.0}} if torch else {}
+    assert bench.tiny_host_us() == want | {"CuPy": {"us": 30.0, "loop_us": 20.0}}
+    assert asked[1::2] == [bench._loop] * (len(asked) // 2) and bench._loop not in asked[::2]
+
+
+def test_host_times_are_of_processes_of_their_own(monkeypatch):
+    starts = iter(range(bench.NUM_HOST_PROCESSES))
+
+    def run(command, env, stdout, text, check):
+        assert check and text and env["PYTHONPATH"].split(bench.os.pathsep) == [scripts, "/a/b"]
+        assert command[:2] == [sys.executable, "-c"] and "tiny_host_us()" in command[2]
+        i = next(starts)
+        of_libraries = {"torch": {"us": i, "loop_us": 7}, "CuPy": {"us": 2 * i, "loop_us": 8}}
+        return types.SimpleNamespace(stdout=json.dumps(of_libraries))
+
+    scripts = str(Path(bench.__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", "/a/b")
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    processes = range(bench.NUM_HOST_PROCESSES)
+    assert bench._host_us_by_process() == {
+        "torch": [{"us": i, "loop_us": 7} for i in processes],
+        "CuPy": [{"us": 2 * i, "loop_us": 8} for i in processes],
+    }
+    assert next(starts, None) is None
 
 
 def test_the_median_of_turns(monkeypatch):
