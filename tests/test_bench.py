@@ -151,7 +151,7 @@ def test_host_times_are_of_the_call_and_of_the_loop(monkeypatch, torch):
 
     def host_seconds(calls, num_rows):
         asked.append(calls[0])
-        # One turn in a hundred is disturbed.
+        # The first turns are disturbed.
         seconds = 2e-5 if calls[0] is bench._loop else {"torch": 4e-5, None: 3e-5}[calls[0]()]
         return [1.0 if len(asked) < 4 else seconds] * num_rows * bench.ROW_CALLS
 
